@@ -150,7 +150,7 @@ def _copy_rate_on(place: Place) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """`rate` is in bytes per second. `is_right`: every byte arrived as it was."""
+    """The result of moving blocks. `rate` is in bytes per second. `is_right`: every byte arrived as it was."""
 
     rate: float
     is_right: bool
@@ -191,7 +191,7 @@ async def moved_rate(backend: str, name: str, place: Place, megabytes: int) -> f
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """`rate` measures it once, in bytes per second."""
+    """A rate to compare with. `rate` measures it once, in bytes per second."""
 
     name: str
     rate: Callable[[], float]

@@ -54,7 +54,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
 
 
 class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
-    """Makes one token of every running request every `step` seconds."""
+    """A decode service that makes one token of every running request every `step` seconds."""
 
     def __init__(self, step: float) -> None:
         self._step = step

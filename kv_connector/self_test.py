@@ -29,8 +29,8 @@ _TIMEOUT = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
-    """`problem`: why the connector is of no use, or "". `is_wrong`: it brought other bytes and reported them as right.
-    `bytes_per_second`: over a few blocks, once connected."""
+    """The result of a self-test. `problem`: why the connector is of no use, or "". `is_wrong`: it brought other bytes
+    and reported them as right. `bytes_per_second`: over a few blocks, once connected."""
 
     problem: str = ""
     is_wrong: bool = False

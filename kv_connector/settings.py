@@ -9,17 +9,18 @@ from kv_connector.pool import CopyRows, copy_rows
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySettings:
-    """`directory`: where segments are created, the same for every node of a host; None means /dev/shm, or the system's
-    temporary directory where that does not exist."""
+    """Settings of `shared_memory` and `cuda_ipc`. `directory`: where segments are created, the same for every node of a
+    host; None means /dev/shm, or the system's temporary directory where that does not exist."""
 
     directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """`url`: redis://, rediss:// (TLS) or unix://; it may hold a password and is kept out of repr and logs.
-    `ttl_seconds`: how long a block stays after it was last published. `batch_bytes`: payload in flight per round trip.
-    `operation_timeout_seconds`: limit for one round trip. `key_prefix`: keys are `<prefix>:<block hash in hex>`."""
+    """Settings of `redis`. `url`: redis://, rediss:// (TLS) or unix://; it may hold a password and is kept out of repr
+    and logs. `ttl_seconds`: how long a block stays after it was last published. `batch_bytes`: payload in flight per
+    round trip. `operation_timeout_seconds`: limit for one round trip. `key_prefix`: keys are `<prefix>:<block hash in
+    hex>`."""
 
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     ttl_seconds: int = 3600
@@ -31,9 +32,9 @@ class RedisSettings:
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
-    """`host`: IPv4 address or name under which peers reach this node. `cluster_secret`: known to every node of the
-    cluster and to nobody else; it is never sent. `net_devices`: which network devices UCX may use (its
-    UCX_NET_DEVICES); empty means all."""
+    """Settings of `ucx`. `host`: IPv4 address or name under which peers reach this node. `cluster_secret`: known to
+    every node of the cluster and to nobody else; it is never sent. `net_devices`: which network devices UCX may use
+    (its UCX_NET_DEVICES); empty means all."""
 
     cluster_secret: str = field(default="", repr=False)
     host: str = "127.0.0.1"

@@ -4,7 +4,7 @@ from kvrelay.core.clock import Clock
 
 
 class ManualClock(Clock):
-    """`seconds` is what it shows."""
+    """A clock that shows `seconds`."""
 
     def __init__(self) -> None:
         self.seconds = 100.0

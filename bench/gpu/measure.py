@@ -21,7 +21,8 @@ _FLUSH_BYTES = 2 << 30  # many times the L2 cache of any GPU, and half a millise
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """`copy` is bytes read plus bytes written per second, `matmul` operations per second in the suite's dtype."""
+    """What a GPU can do at most. `copy` is bytes read plus bytes written per second, `matmul` operations per second in
+    the suite's dtype."""
 
     copy: float
     matmul: float

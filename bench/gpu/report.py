@@ -48,7 +48,7 @@ class Result:
 
 
 class Record:
-    """Writes and prints the results of one part. With `path` None nothing is written."""
+    """The results of one part, which it prints and writes. With `path` None nothing is written."""
 
     def __init__(self, path: Path | None, part: str) -> None:
         self._path = path

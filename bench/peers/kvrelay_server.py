@@ -13,7 +13,7 @@ from kvrelay.cli.local_cluster import local_cluster
 
 @dataclass(frozen=True, slots=True)
 class Kvrelay:
-    """`arguments` are further ones of `kvrelay serve`."""
+    """A cluster under `kvrelay serve`. `arguments` are further ones of that command."""
 
     topology: Topology
     arguments: tuple[str, ...] = ()

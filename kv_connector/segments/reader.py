@@ -37,7 +37,8 @@ class _Holder(Generic[PeerT]):
 
 
 class SegmentReader(Generic[PeerT]):
-    """Fetches into `pool`, in parts of about `slice_bytes`, and counts in `stats`; `copy` runs on `thread`."""
+    """The fetches of one connector. They fill `pool`, in parts of about `slice_bytes`, and count in `stats`; `copy`
+    runs on `thread`."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Holder:
-    """Serves a pool from construction until `close`."""
+    """The sender of a pool's blocks, which serves readers from construction until `close`."""
 
     def __init__(self, transport: Transport, shared: SharedPool[Payloads], key: bytes, stats: ConnectorStats) -> None:
         self._shared = shared

@@ -74,8 +74,8 @@ class NodeLostError(UnavailableError):
 
 
 class PlaceRefill(Protocol):
-    """Chooses a prefill node other than `source` for blocks of `num_missing_tokens` tokens that no node has; None if D
-    shall compute them."""
+    """A function that chooses a prefill node other than `source` for blocks of `num_missing_tokens` tokens that no node
+    has; None if D shall compute them."""
 
     def __call__(
         self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int

@@ -50,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """Chooses the nodes for some outputs of a request."""
+    """What chooses the nodes for some outputs of a request."""
 
     def place(self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> ResolvedPlacement:
         """Returns nodes that are not among the `lost` ones; a lost decode node only as `last_resort`, if no other one
@@ -108,8 +108,8 @@ _Reaction = Callable[[], Sequence[RequestEvent]]
 
 
 class RequestSupervisor:
-    """Serves one request by one call of `run`. `wire_id` is never used twice; the names of the request's attempts at
-    the nodes begin with it. `random` spreads retries."""
+    """The supervisor of one request, which it serves by one call of `run`. `wire_id` is never used twice; the names of
+    the request's attempts at the nodes begin with it. `random` spreads retries."""
 
     def __init__(
         self,

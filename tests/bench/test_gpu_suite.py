@@ -186,7 +186,7 @@ def test_a_package_that_only_nodes_need_is_missed_first(tmp_path: Path, monkeypa
 
 @dataclass(slots=True)
 class FakeCluster:
-    """Answers each cluster's requests with the next of `tokens`."""
+    """A stand-in for clusters: it answers each one's requests with the next of `tokens`."""
 
     tokens: list[tuple[int, ...]]
 

@@ -299,7 +299,7 @@ def test_a_request_of_the_same_id_is_refused_until_the_first_one_and_its_lease_a
 
 
 class NotFiniteRunner(FakeRunner):
-    """Has no token for rows of sequences that begin with token 999."""
+    """A runner that has no token for rows of sequences that begin with token 999."""
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         output = super().launch(plan).collect()

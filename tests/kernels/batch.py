@@ -32,7 +32,8 @@ Lengths = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """`num_prefix[i]` tokens of sequence i were computed before; `num_new[i]` are this step's queries."""
+    """A step's inputs for attention. `num_prefix[i]` tokens of sequence i were computed before; `num_new[i]` are this
+    step's queries."""
 
     heads: Heads
     pool: Tensor

@@ -20,7 +20,7 @@ EPS, SCALE, BLOCK_SIZE = 1e-5, 0.25, 16
 
 
 class Layer:
-    """Random weights of one layer, each packed by `pack`. `size`: of what gate and up give, each."""
+    """Random weights of one layer, each packed by `pack`. `size`: how many outputs gate and up have, each."""
 
     def __init__(self, pack: Callable[[Tensor], Weight], size: int, hidden: int = HIDDEN, *, with_bias: bool) -> None:
         heads = sum(HEAD_COUNTS) * HEAD_DIM

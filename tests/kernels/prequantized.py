@@ -15,7 +15,8 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`codes`: `[num_inputs, num_outputs]`, `zeros` and `scales`: `[num_groups, num_outputs]`."""
+    """A quantised layer before it is packed. `codes`: `[num_inputs, num_outputs]`, `zeros` and `scales`: `[num_groups,
+    num_outputs]`."""
 
     format: PrequantizedFormat
     bits: int

@@ -84,7 +84,7 @@ def test_reads_every_code_exactly(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedBatch:
-    """`batch` with an FP8 pool, and what attention over the dequantised pool is in float64."""
+    """A `batch` with an FP8 pool, and what attention over the dequantised pool is in float64."""
 
     batch: Batch
     scales: KVScales

@@ -31,7 +31,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`only`: a part of the names of the launches that are compiled for it."""
+    """A GPU to compile for. `only`: a part of the names of the launches that are compiled for it."""
 
     target: Any
     traits: GpuTraits

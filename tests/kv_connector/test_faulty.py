@@ -17,7 +17,7 @@ _TIMEOUT = 5.0
 
 
 class Planned:
-    """Faults that are all `fault`; None is no fault."""
+    """A source of faults, all of which are `fault`; None is no fault."""
 
     def __init__(self, fault: ConnectorFault | None = None) -> None:
         self.fault = fault

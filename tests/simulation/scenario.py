@@ -240,7 +240,7 @@ class _Run:
 
 
 class _LogTrace(logging.Handler):
-    """Adds what the code under test logs to the events."""
+    """A handler that adds what the code under test logs to the events."""
 
     def __init__(self, trace: Callable[[str], None]) -> None:
         super().__init__()

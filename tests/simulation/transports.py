@@ -84,7 +84,7 @@ class Transports:
 
 
 class _OverNetwork(InProcessConnector):
-    """Reads the pools of any host, as long as their processes answer."""
+    """A connector that reads the pools of any host, as long as their processes answer."""
 
     def __init__(self, hub: InProcessHub, is_silent: Callable[[str], bool], clock: Clock, copy: DamagingCopy) -> None:
         super().__init__(hub, clock=clock, copy=copy)

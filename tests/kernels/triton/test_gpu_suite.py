@@ -107,7 +107,7 @@ def call_of(num_seqs: int, prefix: int, new: int) -> AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class OperationsWatch(Stopwatch):
-    """Notes what torch computes where something is timed; kernels do nothing meanwhile."""
+    """A stopwatch that notes what torch computes where something is timed; kernels do nothing meanwhile."""
 
     found: list[set[str]] = field(default_factory=list)
 
