@@ -79,7 +79,7 @@ class Preamble:
     epoch: int
     geometry: Geometry
     num_blocks: int
-    on_device: bool = False
+    on_device: bool
 
     @property
     def pool_offset(self) -> int:

@@ -116,8 +116,8 @@ class RequestRecord:
     num_output_tokens: int
     num_wanted_tokens: int
     counted_by: Literal["usage", "chunks"]
-    num_cached_tokens: int | None = None
-    failure: Failure | None = None
+    num_cached_tokens: int | None
+    failure: Failure | None
 
     @property
     def ttft(self) -> float:

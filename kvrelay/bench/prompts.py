@@ -75,9 +75,6 @@ class PromptBuilder:
     def token_ids(self, segments: Sequence[Segment]) -> list[int]:
         return list(itertools.chain.from_iterable(self.pieces(segments)))
 
-    def text(self, segments: Sequence[Segment]) -> str:
-        return "".join(self.text_pieces(segments))
-
     def text_pieces(self, segments: Sequence[Segment]) -> Iterator[str]:
         """Yields the text of each piece. A server may count a few tokens more or less than were drawn."""
         assert self._vocabulary.decode is not None

@@ -37,7 +37,7 @@ class RunResult:
 
     @property
     def client_cpu_per_token(self) -> float | None:
-        """Returns seconds."""
+        """Returns the seconds of processor time that this client took per output token, None if there were none."""
         tokens = self.summary.output_tokens
         return self.client_cpu_seconds / tokens if tokens else None
 
@@ -60,7 +60,7 @@ def write_results(
     settings: BenchSettings,
     results: Sequence[RunResult],
     *,
-    knee: RunResult | None = None,
+    knee: RunResult | None,
 ) -> None:
     """Writes settings, environment, figures and the knee's label. Raises ConfigurationError when it cannot."""
     body = {

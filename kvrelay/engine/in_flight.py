@@ -6,7 +6,7 @@ it. The step runs on a device, concurrently with transfers that write to blocks 
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.plan import SchedulerOutput
@@ -23,7 +23,7 @@ class StepInFlight:
     sequences: SequenceOf[Sequence]
     launched: LaunchedStep
     launched_at: float
-    pinned: list[SequenceOf[int]] = field(default_factory=list)
+    pinned: list[SequenceOf[int]]
 
 
 class StepsInFlight:

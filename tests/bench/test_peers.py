@@ -36,7 +36,8 @@ def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> No
     assert (settings.ignore_eos, settings.effective_prompt_format) == (False, "text")
     [plan] = plans_of(settings)
     builder = PromptBuilder(Vocabulary.of_tokenizer(str(settings.tokenizer)), "text", seed=3)
-    texts = [builder.text(request.segments) for session in plan.sessions for request in session.requests]
+    requests = [request for session in plan.sessions for request in session.requests]
+    texts = ["".join(builder.text_pieces(request.segments)) for request in requests]
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert {len(tokenizer.encode(text).ids) for text in texts} == {512}
     assert len(set(texts)) == len(texts) >= 6

@@ -112,7 +112,7 @@ async def test_a_chat_has_a_message_per_turn(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, vocab_size=300)
     builder = PromptBuilder(Vocabulary.of_tokenizer(str(tmp_path)), "chat", seed=1)
     conversation = builder.conversation("0")
-    message = ("user", builder.text([Segment("a", 4)]))
+    message = ("user", "".join(builder.text_pieces([Segment("a", 4)])))
     assert await conversation.ask([Segment("a", 4)]) == (message,)
     conversation.hear(Answer(text="fine"))
     assert (await conversation.ask([Segment("b", 4)]))[:2] == (message, ("assistant", "fine"))

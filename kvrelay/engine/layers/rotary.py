@@ -88,9 +88,9 @@ def inverse_frequencies(rope: RopeParameters, *, head_dim: int, max_positions: i
     return plain
 
 
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """Returns YaRN's attention factor (arXiv:2309.00071, section 3.4). The form with two multipliers is that of
-    DeepSeek-V2 (arXiv:2405.04434)."""
+def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """Returns YaRN's attention factor (arXiv:2309.00071, section 3.4). The form with two multipliers, unless one of
+    them is 0, is that of DeepSeek-V2 (arXiv:2405.04434)."""
 
     def scale(multiplier: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * multiplier * math.log(factor) + 1.0
