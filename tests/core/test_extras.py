@@ -9,8 +9,9 @@ import pytest
 from kvrelay.core.extras import ENGINE_MODULES, require_extra
 
 
-def test_what_is_installed_is_not_mentioned() -> None:
+def test_what_is_installed_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
     require_extra("engine", ("json",), purpose="a test")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_is_missing_comes_with_the_command_that_helps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ async def test_nohup_keeps_a_process_when_its_terminal_is_closed() -> None:
 async def test_a_supervised_process_hurries_when_it_is_asked_in_both_ways(
     signal_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a service that is stopped, each process may get the signal twice: of the system, and of its supervisor."""
+    """When a service is stopped, each process may get the signal twice: from the system, and from its supervisor."""
     reader, writer = os.pipe()
     with os.fdopen(reader) as stdin, os.fdopen(writer, "w") as supervisor:
         monkeypatch.setattr(sys, "stdin", stdin)

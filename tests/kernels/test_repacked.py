@@ -103,7 +103,7 @@ def test_the_largest_differences_do_not_overflow(bits: int, dtype: torch.dtype, 
 
 
 def test_weights_that_are_zero_add_nothing(dtype: torch.dtype, instruction_set: str) -> None:
-    """Not even rounding: codes equal zeros that are far from the middle."""
+    """They do not even add rounding errors, although their codes, which equal the zeros, are far from the middle."""
     layer = random_layer(GPTQ, 128, 16, 32)
     layer.codes[:], layer.zeros[:] = 15, 15
     packed = repacked.repack(layer.weight(32))

@@ -163,9 +163,8 @@ async def test_nodes_that_come_and_go_lengthen_no_wait() -> None:
         next_event = asyncio.create_task(take(events))
         await until(lambda: not nodes.registry.can_serve())
         [run] = nodes.relay._running.values()
-        while not next_event.done():
+        while not (await asyncio.wait({next_event}, timeout=0.01))[0]:
             run.on_decode_node_live()
-            await asyncio.sleep(0.01)
         with pytest.raises(UnavailableError, match="no decode node came that could go on within"):
             await next_event
 

@@ -132,7 +132,7 @@ def test_ties_are_decided_for_the_lowest_ids(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 0.3, 30.0])
 @pytest.mark.parametrize("fields", [{"top_k": 70}, {"top_k": 4000}, {"top_p": 0.6}, {"top_k": 3000, "top_p": 0.9}])
 def test_flat_and_peaked_rows(spread: float, fields: dict[str, Any]) -> None:
-    """Of a vocabulary of several tiles: more or fewer tokens are in question after each pass."""
+    """The vocabulary has several tiles, and after each pass more or fewer tokens are in question."""
     logits = torch.randn(2, 5000) * spread
     logits[1] = logits[1].bfloat16().float()  # many ties
     check(logits, [SamplingRow(SamplingParams(seed=seed, **fields), 0, seed, 0) for seed in (1, 2)])
