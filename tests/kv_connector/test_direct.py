@@ -2,10 +2,7 @@
 understands whom. What every connector promises is in `test_contract.py`."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,6 +32,7 @@ from tests.kv_connector.backends import (
     write_and_publish,
 )
 from tests.kv_connector.direct_device import DirectDevice
+from tests.kv_connector.owner_process import OwnerProcess
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 BOTH_WAYS = pytest.mark.parametrize("names", ["cuda_ipc", "ucx"])
@@ -129,28 +127,18 @@ async def test_a_pool_that_can_not_be_mapped_is_fetched_from_over_ucx_or_not_at_
     assert pair.peer.first_stats.failed == 4
 
 
-class Child:
-    """A holder in another process."""
-
-    def __init__(self, names: str) -> None:
-        command = [sys.executable, "-m", "tests.kv_connector.direct_owner", names]
-        root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
-        assert self.process.stdout is not None
-        self.source = KVSource("child/0", EPOCH, self.process.stdout.readline().strip())
-
-
 @BOTH_WAYS
 @pytest.mark.parametrize("killed", [True, False])
 async def test_another_process_serves_until_it_is_gone(names: str, killed: bool) -> None:
-    child, peer = Child(names), direct(names)
+    child, peer = OwnerProcess("direct_owner", names), direct(names)
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
     assert set(result) == {FETCHED}
     for block in blocks(16):
         assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     if killed:
-        child.process.kill()
-    child.process.communicate()
+        child.kill()
+    else:
+        child.end()
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
     assert set(result) == {FAILED}
     assert all(mapped.closed for mapped in peer.device.opened), "its memory is let go of"
@@ -160,14 +148,13 @@ async def test_another_process_serves_until_it_is_gone(names: str, killed: bool)
 
 
 async def test_a_holder_that_stops_leaves_the_device_quiet() -> None:
-    child, peer = Child("ucx"), direct("ucx")
+    child, peer = OwnerProcess("direct_owner", "ucx"), direct("ucx")
     assert set(await peer.connector.fetch(child.source, blocks(1), timeout=10)) == {FETCHED}
     assert peer.device.num_quiesced == 0
-    os.kill(child.process.pid, signal.SIGSTOP)
+    child.signal(signal.SIGSTOP)
     result = await peer.connector.fetch(child.source, blocks(4), timeout=0.2)
     assert set(result) == {FAILED} and peer.device.num_quiesced == 1
-    child.process.kill()
-    child.process.communicate()
+    child.kill()
     await peer.close()
 
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,15 +24,8 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
+from tests.kv_connector.owner_process import OwnerProcess
 from tests.manual_clock import ManualClock
-
-
-def spawn_owner(directory: Path) -> tuple["subprocess.Popen[str]", KVSource]:
-    command = [sys.executable, "-m", "tests.kv_connector.segment_owner", str(directory)]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
-    assert process.stdout is not None
-    return process, KVSource("child/0", EPOCH, process.stdout.readline().strip())
 
 
 def mappings() -> str:
@@ -98,15 +89,17 @@ async def test_a_block_arrives_if_one_slot_of_several_is_good(tmp_path: Path, da
 
 @pytest.mark.parametrize("killed", [True, False])
 async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: bool) -> None:
-    process, source = spawn_owner(tmp_path)
+    owner = OwnerProcess("segment_owner", str(tmp_path))
+    source = owner.source
     peer = node(tmp_path)
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result) == {FetchOutcome.FETCHED}
     for block in blocks(16):
         assert peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
     if killed:
-        process.kill()
-    process.communicate()
+        owner.kill()
+    else:
+        owner.end()
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result) == {FetchOutcome.FAILED}
     assert source.endpoint not in mappings() and str(tmp_path / source.endpoint) not in open_files()
@@ -123,22 +116,22 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
     connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), check_interval=0.01)
     peer = Node(connector, "peer", 16, LAYOUT, 1)
     for num_fetches in (2, 1):
-        process, source = spawn_owner(tmp_path)
+        owner = OwnerProcess("segment_owner", str(tmp_path))
+        source = owner.source
         for _ in range(num_fetches):
             await peer.connector.fetch(source, blocks(16), timeout=10)
         assert source.endpoint in mappings()
-        process.kill()
-        process.communicate()
+        owner.kill()
         async with asyncio.timeout(10):
             while source.endpoint in mappings():
                 await asyncio.sleep(0.01)
-    process, source = spawn_owner(tmp_path)
+    owner = OwnerProcess("segment_owner", str(tmp_path))
+    source = owner.source
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result) == {FetchOutcome.FETCHED}
     await peer.connector.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    process.kill()
-    process.communicate()
+    owner.kill()
 
 
 async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cancelled(tmp_path: Path) -> None:
@@ -149,7 +142,8 @@ async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cance
         go_on.wait(10)
         return copy_rows(target, target_rows, source, source_rows)
 
-    process, source = spawn_owner(tmp_path)
+    owner = OwnerProcess("segment_owner", str(tmp_path))
+    source = owner.source
     connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy, check_interval=0.01)
     peer = Node(connector, "peer", 16, LAYOUT, 1)
     fetch = asyncio.create_task(peer.connector.fetch(source, blocks(16), timeout=10))
@@ -158,8 +152,7 @@ async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cance
     go_on.set()
     await asyncio.wait([fetch])
     assert fetch.cancelled() and source.endpoint in mappings()
-    process.kill()
-    process.communicate()
+    owner.kill()
     async with asyncio.timeout(10):
         while source.endpoint in mappings():
             await asyncio.sleep(0.01)

@@ -1,14 +1,10 @@
 """UCX between real processes: no harm comes from peers that are dead, stopped, lying or no members of the cluster."""
 
 import asyncio
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,34 +33,18 @@ from tests.kv_connector.backends import (
     moved,
     write_and_publish,
 )
+from tests.kv_connector.owner_process import OwnerProcess
 from tests.kv_connector.ucx_owner import LARGE_LAYOUT, NUM_BLOCKS
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 
 
-class Child:
-    """A holder in another process, with blocks large enough to be stopped in the middle of one."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.kv_connector.ucx_owner"]
-        root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
-        assert self.process.stdout is not None
-        self.source = KVSource("child/0", EPOCH, self.process.stdout.readline().strip())
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.fixture
-def child() -> Iterator[Child]:
-    started = Child()
+def child() -> Iterator[OwnerProcess]:
+    """Starts a holder in another process, with blocks large enough to be stopped in the middle of one."""
+    started = OwnerProcess("ucx_owner")
     yield started
-    started.end()
+    started.kill()
 
 
 def node(
@@ -108,14 +88,14 @@ def is_clear(peer: Node) -> bool:
     return not np.frombuffer(peer.pool.memory, np.uint8).any()
 
 
-async def test_blocks_arrive_from_another_process(child: Child, peer: Node) -> None:
+async def test_blocks_arrive_from_another_process(child: OwnerProcess, peer: Node) -> None:
     result = await peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=30)
     assert set(result) == {FETCHED}
     for block in blocks(NUM_BLOCKS):
         assert peer.row(block.block_id) == content(block.block_hash, LARGE_LAYOUT.block_bytes)
 
 
-async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
+async def test_a_killed_holder_fails_at_once(child: OwnerProcess, peer: Node) -> None:
     fetch = asyncio.create_task(peer.connector.fetch(child.source, blocks(NUM_BLOCKS), timeout=60))
     await first_bytes(peer, 1, fetch)
     child.signal(signal.SIGKILL)
@@ -129,7 +109,7 @@ async def test_a_killed_holder_fails_at_once(child: Child, peer: Node) -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, cancelled: bool) -> None:
+async def test_a_stopped_holder_writes_nothing_later(child: OwnerProcess, peer: Node, cancelled: bool) -> None:
     """It is stopped in the middle of a block. When it continues, its connections are cut and it writes nothing here."""
     wanted = blocks(NUM_BLOCKS)
     fetch = asyncio.create_task(peer.connector.fetch(child.source, wanted, timeout=30))
@@ -154,7 +134,7 @@ async def test_a_stopped_holder_writes_nothing_later(child: Child, peer: Node, c
     assert is_clear(peer) and peer.first_stats.quarantined == 0
 
 
-async def test_one_slow_holder_does_not_hold_up_another(child: Child) -> None:
+async def test_one_slow_holder_does_not_hold_up_another(child: OwnerProcess) -> None:
     fast, reader = node("fast"), node("reader")
     sent = blocks(2, tag="fast")
     await write_and_publish(fast, sent)
