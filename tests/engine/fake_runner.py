@@ -8,15 +8,13 @@ The runner also checks the sampling rows against those tokens.
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.penalties import reads_tokens
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 from tests.engine.finished_step import FinishedStep
+from tests.engine.runner_parts import resolved, result_of
 
 VOCAB_SIZE = 1000
 
@@ -53,7 +51,7 @@ class FakeRunner:
         return SamplingStep(self._run(plan))
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        entries = [self._resolved(entry) for entry in plan.scheduled]
+        entries = [resolved(entry, self._last_sampled) for entry in plan.scheduled]
         for source, target in plan.copies:
             self.pool[target] = self.pool[source].copy()
         for entry in entries:
@@ -63,11 +61,6 @@ class FakeRunner:
         results = tuple(self._sample(entry) for entry in entries)
         self._last_sampled = [token.token_id for result in results for token in result.sampled]
         return ModelRunnerOutput(results)
-
-    def _resolved(self, entry: ScheduledSequence) -> ScheduledSequence:
-        if entry.input_row is None:
-            return entry
-        return replace(entry, token_ids=(self._last_sampled[entry.input_row],), input_row=None)
 
     def _write(self, entry: ScheduledSequence) -> None:
         for offset, token_id in enumerate(entry.token_ids):
@@ -88,10 +81,7 @@ class FakeRunner:
         for row in entry.rows:
             self._check_row(row, context)
         sampled = tuple(SampledToken(next_token(context, row.choice_index), None) for row in entry.rows)
-        logprobs = None
-        if entry.prompt_logprobs is not None:
-            logprobs = PromptLogprobs.of(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
-        return SequenceResult(sampled, logprobs)
+        return result_of(entry, sampled)
 
     def _check_row(self, row: SamplingRow, context: list[int]) -> None:
         assert row.position == len(context)

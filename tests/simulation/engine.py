@@ -7,12 +7,10 @@ make it. Right KV of other tokens makes it sample other tokens, which the client
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import replace
 from functools import partial
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
@@ -21,6 +19,7 @@ from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from tests.engine.finished_step import FinishedStep
+from tests.engine.runner_parts import resolved, result_of
 from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of, tokens_in
 
 STEP_FAILED = "injected: a step has failed"
@@ -52,7 +51,7 @@ class DigestRunner:
         self._last_sampled: list[int] = []
 
     def launch(self, plan: SchedulerOutput) -> FinishedStep | SamplingStep:
-        entries = [self._resolved(entry) for entry in plan.scheduled]
+        entries = [resolved(entry, self._last_sampled) for entry in plan.scheduled]
         for source, target in plan.copies:
             self._memory[self._block(target)] = self._memory[self._block(source)]
         for entry in entries:
@@ -67,12 +66,6 @@ class DigestRunner:
         self._last_sampled = [token.token_id for result in results for token in result.sampled]
         return ModelRunnerOutput(results)
 
-    def _resolved(self, entry: ScheduledSequence) -> ScheduledSequence:
-        """Fills in the token that was unknown when the step was planned, from the samples of the step before."""
-        if entry.input_row is None:
-            return entry
-        return replace(entry, token_ids=(self._last_sampled[entry.input_row],), input_row=None)
-
     def _write(self, entry: ScheduledSequence) -> None:
         state = self._read(entry, entry.start - 1) if entry.start else FIRST_STATE
         for offset, token_id in enumerate(entry.token_ids):
@@ -80,11 +73,7 @@ class DigestRunner:
             self._memory[self._slot(entry, entry.start + offset)] = state
 
     def _sample(self, entry: ScheduledSequence) -> SequenceResult:
-        sampled = tuple(self._sample_row(entry, row) for row in entry.rows)
-        logprobs = None
-        if entry.prompt_logprobs is not None:
-            logprobs = PromptLogprobs.of(TokenLogprobs(target, -1.0, 1) for target in entry.prompt_logprobs[1])
-        return SequenceResult(sampled, logprobs)
+        return result_of(entry, tuple(self._sample_row(entry, row) for row in entry.rows))
 
     def _sample_row(self, entry: ScheduledSequence, row: SamplingRow) -> SampledToken:
         num_tokens = entry.start + entry.num_scheduled_tokens
