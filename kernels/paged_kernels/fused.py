@@ -68,8 +68,6 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
     if native is None or not _fits(query, key):
         fused_reference.rotary(query, key, cos, sin)
         return
-    if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
-        cos, sin = cos.float(), sin.float()
     native.rotary(query, cos, sin, num_threads())
     native.rotary(key, cos, sin, num_threads())
 
