@@ -44,9 +44,7 @@ async def test_a_decode_node_that_falls_silent_loses_its_requests_to_another() -
     """The connection and the streams of a silent node stay open, as those of a stopped process do."""
     async with cluster(num_prefill_nodes=0, num_decode_nodes=2, silence=1.0) as nodes:
         serving = asyncio.create_task(collected(nodes, REQUEST))
-        async with asyncio.timeout(PATIENCE):
-            while all(decode.commands.empty() for decode in nodes.decodes):
-                await asyncio.sleep(0.005)
+        await until(lambda: any(not decode.commands.empty() for decode in nodes.decodes))
         [first] = [decode for decode in nodes.decodes if not decode.commands.empty()]
         [second] = [decode for decode in nodes.decodes if decode is not first]
         admit = await first.admit()
@@ -72,9 +70,7 @@ async def test_a_decode_node_that_falls_silent_loses_its_requests_to_another() -
 async def test_a_prefill_node_that_falls_silent_is_replaced() -> None:
     async with cluster(num_prefill_nodes=2, silence=1.0) as nodes:
         serving = asyncio.create_task(collected(nodes, REQUEST))
-        async with asyncio.timeout(PATIENCE):
-            while all(prefill.calls.empty() for prefill in nodes.prefills):
-                await asyncio.sleep(0.005)
+        await until(lambda: any(not prefill.calls.empty() for prefill in nodes.prefills))
         [first] = [prefill for prefill in nodes.prefills if not prefill.calls.empty()]
         [second] = [prefill for prefill in nodes.prefills if prefill is not first]
         call = await soon(first.calls)

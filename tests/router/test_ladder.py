@@ -22,13 +22,13 @@ from tests.router.routed import PROMPT, a_request, assert_idle, opened, take, ta
 from tests.router.scripted_nodes import (
     BLOCK_SIZE,
     NAMESPACE,
-    PATIENCE,
     Cluster,
     PrefillCall,
     ScriptedNode,
     cluster,
     soon,
     token,
+    until,
 )
 
 NAMES = list(block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True))
@@ -43,9 +43,7 @@ def fetched(*origins: tuple[str, int], **in_vain: int) -> common_pb2.FetchReport
 async def holds(nodes: Cluster, node: ScriptedNode, num_blocks: int) -> None:
     """Returns once the router knows that this node holds the prompt's first blocks."""
     node.update(1, stored=NAMES[:num_blocks])
-    async with asyncio.timeout(PATIENCE):
-        while nodes.registry.index.leading(NAMES).get(node.node_id) != num_blocks:
-            await asyncio.sleep(0.001)
+    await until(lambda: nodes.registry.index.leading(NAMES).get(node.node_id) == num_blocks)
 
 
 async def published(
@@ -90,9 +88,7 @@ async def test_the_decode_node_is_told_who_else_holds_what() -> None:
     async with cluster(num_decode_nodes=2) as nodes:
         await holds(nodes, nodes.decodes[1], 2)
         nodes.decodes[1].update(2, num_queued_tokens=5000)
-        async with asyncio.timeout(PATIENCE):
-            while nodes.registry.nodes[2].load.num_queued_tokens == 0:
-                await asyncio.sleep(0.001)
+        await until(lambda: nodes.registry.nodes[2].load.num_queued_tokens > 0)
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
             admit = await nodes.decode.admit()
@@ -214,9 +210,7 @@ async def test_a_refill_that_fails_leaves_the_rest_to_the_decode_node() -> None:
     async with cluster(num_prefill_nodes=3) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         following, wire_id = await published(nodes, events)
         nodes.decode.kv_missing(wire_id, 10)
-        async with asyncio.timeout(PATIENCE):
-            while all(node.calls.empty() for node in nodes.prefills[1:]):
-                await asyncio.sleep(0.001)
+        await until(lambda: any(not node.calls.empty() for node in nodes.prefills[1:]))
         second = next(node for node in nodes.prefills[1:] if not node.calls.empty())
         call = await soon(second.calls)
         call.publish(1)
@@ -294,9 +288,7 @@ async def test_a_refill_for_the_last_decode_node_while_it_drains() -> None:
         following, wire_id = await published(nodes, events)
         load = node_pb2.NodeLoad(num_blocks=1000)
         nodes.decode.updates.put_nowait(node_pb2.WatchResponse(epoch=1, sequence=1, load=load, draining=True))
-        async with asyncio.timeout(PATIENCE):
-            while nodes.registry.decode[0].state is not NodeState.DRAINING:
-                await asyncio.sleep(0.001)
+        await until(lambda: nodes.registry.decode[0].state is NodeState.DRAINING)
         nodes.decode.kv_missing(wire_id, 10)
         call = await refill_call(nodes, wire_id)
         call.publish(3)
@@ -310,9 +302,7 @@ async def test_refills_that_fail_count_against_the_node() -> None:
     async with cluster(num_prefill_nodes=2) as nodes:
         for number in range(5):
             nodes.prefills[1].update(number + 1, num_queued_tokens=5000)  # so that it is the second choice
-            async with asyncio.timeout(PATIENCE):
-                while nodes.registry.prefill[1].load.num_queued_tokens == 0:
-                    await asyncio.sleep(0.001)
+            await until(lambda: nodes.registry.prefill[1].load.num_queued_tokens > 0)
             async with aclosing(nodes.relay.run(a_request(f"r{number}"))) as events:
                 following, wire_id = await published(nodes, events)
                 nodes.decode.kv_missing(wire_id, 10)

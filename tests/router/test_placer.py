@@ -11,7 +11,7 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import node_pb2, prefill_node_pb2
 from router.request import NodeRequest, RoutedRequest
 from tests.router.routed import give_up, take
-from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, PATIENCE, Cluster, cluster, soon, token, until
+from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, Cluster, cluster, soon, token, until
 
 PROMPT = tuple(range(200, 210))  # two full blocks and a partial one
 
@@ -33,9 +33,7 @@ async def decode_node_holds_the_prompt() -> AsyncIterator[Cluster]:
     async with cluster() as nodes:
         held = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE, include_partial=True))
         nodes.decode.update(1, stored=held)
-        async with asyncio.timeout(PATIENCE):
-            while nodes.registry.index.leading(held) != {"decode-0": 3}:
-                await asyncio.sleep(0.005)
+        await until(lambda: nodes.registry.index.leading(held) == {"decode-0": 3})
         yield nodes
 
 

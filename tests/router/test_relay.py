@@ -9,7 +9,7 @@ import pytest
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from router.nodes.node import NodeState
 from tests.router.routed import a_request, give_up, take
-from tests.router.scripted_nodes import NAMESPACE, PATIENCE, cluster
+from tests.router.scripted_nodes import NAMESPACE, cluster, until
 
 
 async def test_an_id_is_one_request_s_while_it_runs() -> None:
@@ -30,9 +30,7 @@ async def test_nothing_is_served_without_a_decode_node() -> None:
     async with cluster() as nodes:
         assert nodes.relay.served_model().kv_namespace == NAMESPACE
         await nodes.decode.stop()
-        async with asyncio.timeout(PATIENCE):
-            while nodes.registry.decode[0].state is NodeState.LIVE:
-                await asyncio.sleep(0.005)
+        await until(lambda: nodes.registry.decode[0].state is not NodeState.LIVE)
         with pytest.raises(UnavailableError):
             nodes.relay.served_model()
         with pytest.raises(UnavailableError):
