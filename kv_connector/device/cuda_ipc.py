@@ -16,7 +16,7 @@ from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
 from kv_connector.pool import slices
-from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
+from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers, open_segment, sweep_and_log
 from kv_connector.segments.reader import SegmentReader
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, segment_directory
 from kv_connector.settings import SharedMemorySettings
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _DevicePeer(Peer):
+class _DevicePeer(MappedPeer):
     memory: PeerMemory
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class MappedPeer:
     """Another node as it is mapped here: its segment, and in a subclass its pool, where that is elsewhere."""
 
     segment: PeerSegment
@@ -34,7 +34,7 @@ class Peer:
         self.segment.close()
 
 
-PeerT = TypeVar("PeerT", bound=Peer)
+PeerT = TypeVar("PeerT", bound=MappedPeer)
 
 
 class MappedPeers(Generic[PeerT]):

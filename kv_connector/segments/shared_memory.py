@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kv_connector.base import FetchOutcomes, PoolBuffer
 from kv_connector.pool import CopyRows, LocalPool, copy_rows, slices
-from kv_connector.segments.mapped_peers import MappedPeers, Peer, open_segment, sweep_and_log
+from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
 from kv_connector.segments.reader import SegmentReader
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, segment_directory
@@ -44,7 +44,7 @@ class _Open:
     epoch: int
     worker: Worker
     prefault: Prefault
-    reader: SegmentReader[Peer]
+    reader: SegmentReader[MappedPeer]
 
 
 class SharedMemoryConnector:
@@ -86,7 +86,7 @@ class SharedMemoryConnector:
         worker = Worker("kv-shared-memory")
         peers = MappedPeers(self._open_peer, worker, check_interval=self._check_interval)
 
-        def copy(peer: Peer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
+        def copy(peer: MappedPeer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
             return self._copy(pool.rows, block_ids, peer.segment.rows, slots)
 
         reader = SegmentReader(pool, peers, copy, worker, slice_bytes=_SLICE_BYTES, stats=self.stats, clock=self._clock)
@@ -131,10 +131,10 @@ class SharedMemoryConnector:
             raise KVError("the shared-memory connector is not allocated, or closed")
         return self._state
 
-    def _open_peer(self, source: KVSource) -> Peer | Verdict:
+    def _open_peer(self, source: KVSource) -> MappedPeer | Verdict:
         """Maps a peer, or returns why it cannot be. Called on the worker thread."""
         segment = open_segment(self._directory, source)
-        return Peer(segment) if isinstance(segment, PeerSegment) else segment
+        return MappedPeer(segment) if isinstance(segment, PeerSegment) else segment
 
 
 def _publish(state: _Open, blocks: Sequence[NamedBlock]) -> int:

@@ -15,7 +15,7 @@ from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
 from kv_connector.pool import Rows, copy_rows
 from kv_connector.segments import shared_memory
-from kv_connector.segments.mapped_peers import MappedPeers, Peer
+from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.worker import Worker
@@ -74,7 +74,7 @@ async def test_a_block_arrives_if_one_slot_of_several_is_good(tmp_path: Path, da
     reader, copied = connector._require().reader, []
     copy = reader._copy
 
-    def watched(peer: Peer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
+    def watched(peer: MappedPeer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
         copied.append(list(slots))
         return copy(peer, block_ids, slots)
 

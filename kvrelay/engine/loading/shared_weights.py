@@ -27,7 +27,7 @@ from kvrelay.engine.models.model_config import ModelConfig
 _logger = logging.getLogger(__name__)
 
 
-class SharedMemory(WeightMemory):
+class SharedWeightMemory(WeightMemory):
     """Memory for weights in a `WeightStore`. If the store is filled already, writes go to a private copy of the pages
     and never reach the store."""
 
@@ -68,11 +68,11 @@ def place_for(
         note = store.note()
         if not note:
             store.clear()
-            place = WeightPlace(SharedMemory(store, is_filled=False))
+            place = WeightPlace(SharedWeightMemory(store, is_filled=False))
             yield place
             assert place.digests is not None
-            digests = [digest.hex() for digest in place.digests]
-            store.complete(json.dumps({"content": wanted, "digests": digests}).encode())
+            digests_in_hex = [digest.hex() for digest in place.digests]
+            store.complete(json.dumps({"content": wanted, "digests": digests_in_hex}).encode())
             return
         found = json.loads(note)
         if found["content"] != wanted:
@@ -80,7 +80,8 @@ def place_for(
             yield WeightPlace(weights.memory)
             return
         _logger.info("the weights are those that another node has loaded")
-        yield WeightPlace(SharedMemory(store, is_filled=True), [bytes.fromhex(digest) for digest in found["digests"]])
+        digests = [bytes.fromhex(digest) for digest in found["digests"]]
+        yield WeightPlace(SharedWeightMemory(store, is_filled=True), digests)
 
 
 def _content(config: ModelConfig, weights: WeightFormat, checkpoint: Checkpoint) -> str:
