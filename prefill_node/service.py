@@ -28,7 +28,7 @@ from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import Context
 from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
-from kvrelay.node.convert import engine_request_from_wire
+from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ends_at
 from kvrelay.v1 import prefill_node_pb2 as pb

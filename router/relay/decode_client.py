@@ -146,7 +146,7 @@ class DecodeSession:
         self._wire_id = wire_id
 
     def admit(
-        self, node_request: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks] = ()
+        self, node_request: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks]
     ) -> None:
         """Asks the node to reserve the prompt's blocks. `sources`: other holders of leading blocks, best first.
         `timeout`: seconds that the request has left."""

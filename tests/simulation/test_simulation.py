@@ -21,7 +21,7 @@ from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
 from kvrelay.engine.sequence import Sequence as EngineSequence
-from kvrelay.node import convert
+from kvrelay.node import engine_request
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
 from router.relay.attempt import Attempt
@@ -156,7 +156,7 @@ PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (DecodeSession, "close", _does_not_abort, "requests left"),
     (Attempt, "_uncharge", _keeps_the_charge, "queued tokens"),
     (TieredConnector, "retract", _offers_for_ever, "offers blocks"),
-    (convert, "sampling_from_wire", _loses_a_parameter, "output 0 is"),
+    (engine_request, "sampling_from_wire", _loses_a_parameter, "output 0 is"),
 ]
 
 

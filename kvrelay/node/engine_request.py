@@ -1,4 +1,4 @@
-"""Converts a router's request to an engine's, and checks it, for both kinds of node."""
+"""A router's request as one of the engine: converted and checked, for both kinds of node."""
 
 from dataclasses import replace
 

@@ -10,7 +10,7 @@ from kvrelay.core.wire import sampling_to_wire
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.sampling.sampler import SamplingRow
-from kvrelay.node.convert import engine_request_from_wire
+from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.v1 import common_pb2
 from kvrelay.v1.decode_node_pb2 import Admit
 
