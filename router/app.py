@@ -24,6 +24,7 @@ from kvrelay.core.health_service import HealthService
 from kvrelay.core.lifecycle import StopSignals, announce_ready, raise_open_files_limit
 from kvrelay.core.listening import address_of, bound_socket, check_port
 from kvrelay.core.logs import configure_logging
+from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.rpc import (
     WHOLE_SERVER,
     ErrorInterceptor,
@@ -33,6 +34,7 @@ from kvrelay.core.rpc import (
     set_serving,
 )
 from kvrelay.core.tasks import end_tasks, first_of
+from kvrelay.core.vocabulary import vocabulary_digest
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.edge import Edge
@@ -109,6 +111,8 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, hurry: asyncio.Ev
         raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
     check_port(settings.host, settings.port, flag="--port")  # before the nodes are waited for
     check_port(settings.host, settings.grpc_port, flag="--grpc-port")
+    directory = await asyncio.to_thread(resolve_model_directory, settings.model)
+    vocabulary = await asyncio.to_thread(vocabulary_digest, directory)
     index = KVIndex(settings.kv_index_capacity)
     registry = Registry(
         settings.prefill_nodes,
@@ -116,6 +120,7 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, hurry: asyncio.Ev
         index,
         timeout=settings.node_timeout,
         silence=settings.node_silence,
+        vocabulary=vocabulary,
     )
     registry.start()
     collectors = CollectorRegistry()

@@ -26,7 +26,8 @@ from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.option_types import DeviceName
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.offline.llm import LLM, Prompt
+from kvrelay.offline.llm import LLM
+from kvrelay.offline.prompts import Prompt
 
 _FIRST_ID = 300  # behind bytes and special tokens
 # What the processes of a cluster import. In this one a missing package is an error that can be told from a wrong

@@ -25,7 +25,8 @@ class NodeDescription:
     """A node's answer to Describe, fixed for its epoch. `role` is None when the reader does not know the node's kind.
 
     `connector`: its connectors, comma-separated, in the order in which they are tried. `max_model_len`: tokens of
-    prompt and output together. `protocol`: the number of the messages that it exchanges with routers.
+    prompt and output together. `protocol`: the number of the messages that it exchanges with routers. `vocabulary`: the
+    digest of its model's vocabulary, nothing if it has no tokenizer.
     """
 
     role: NodeRole | None
@@ -36,6 +37,7 @@ class NodeDescription:
     vocab_size: int
     max_num_seqs: int
     protocol: int = PROTOCOL
+    vocabulary: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

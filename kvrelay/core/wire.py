@@ -189,6 +189,7 @@ def description_to_wire(description: NodeDescription) -> node_pb2.DescribeRespon
         vocab_size=description.vocab_size,
         max_num_seqs=description.max_num_seqs,
         protocol=description.protocol,
+        vocabulary=description.vocabulary,
     )
 
 
@@ -202,6 +203,7 @@ def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription
         vocab_size=message.vocab_size,
         max_num_seqs=message.max_num_seqs,
         protocol=message.protocol,
+        vocabulary=message.vocabulary,
     )
 
 

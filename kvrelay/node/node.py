@@ -35,12 +35,13 @@ _STOP_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """A node's description of itself; `epoch` is drawn at every start."""
+    """A node's description of itself; `epoch` is drawn at every start. `vocabulary` is that of `NodeDescription`."""
 
     node_id: str
     epoch: int
     kv_namespace: KVNamespace
     vocab_size: int
+    vocabulary: bytes = b""
 
 
 class MakeEngineThread(Protocol):

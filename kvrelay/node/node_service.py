@@ -48,6 +48,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             max_model_len=config.max_model_len,
             vocab_size=identity.vocab_size,
             max_num_seqs=config.max_num_seqs,
+            vocabulary=identity.vocabulary,
         )
         return description_to_wire(description)
 

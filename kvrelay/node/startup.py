@@ -18,6 +18,8 @@ from kv_connector.self_test import SelfTestReport, check_connector
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.core.model_directory import resolve_model_directory
+from kvrelay.core.vocabulary import vocabulary_digest
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, planned_device, prepare_engine
@@ -43,8 +45,9 @@ async def build_node(settings: NodeSettings, role: str) -> Node:
     prefill_rate = PrefillRate()
     transfers = await _transfers(settings, prefill_rate)
     try:
+        vocabulary = await asyncio.to_thread(_vocabulary, settings.model)
         prepared = await _prepare_apart(_engine_options(settings))
-        return _join(settings, role, prepared, transfers, prefill_rate)
+        return _join(settings, role, prepared, transfers, prefill_rate, vocabulary)
     except BaseException:
         await transfers.connector.close()  # its memory may be a file
         raise
@@ -60,7 +63,12 @@ class _Transfers:
 
 
 def _join(
-    settings: NodeSettings, role: str, prepared: PreparedEngine, transfers: _Transfers, prefill_rate: PrefillRate
+    settings: NodeSettings,
+    role: str,
+    prepared: PreparedEngine,
+    transfers: _Transfers,
+    prefill_rate: PrefillRate,
+    vocabulary: bytes,
 ) -> Node:
     layout, size = prepared.layout, prepared.size
     node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
@@ -80,6 +88,7 @@ def _join(
         epoch=epoch,
         kv_namespace=prepared.namespace,
         vocab_size=prepared.loaded.config.vocab_size,
+        vocabulary=vocabulary,
     )
     _logger.info(
         "%s: %d blocks of %d tokens (%.2f GiB), max_model_len %d, attention %s, connector %s",
@@ -94,6 +103,10 @@ def _join(
         prefill_rate=prefill_rate,
         make_engine_thread=partial(EngineThread, stream_interval=settings.stream_interval),
     )
+
+
+def _vocabulary(model: str) -> bytes:
+    return vocabulary_digest(resolve_model_directory(model))
 
 
 async def _prepare_apart(options: EngineOptions) -> PreparedEngine:

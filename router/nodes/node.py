@@ -29,9 +29,10 @@ class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; attempts count what they have
     under way, and report to `outlier` how it went.
 
-    `complaint`: why the node is not live; empty while it is. `logged`: the complaints that the log has since the state
-    changed. `heard_at`: when the last message of the node came, on the registry's clock. The registry calls `on_lost`,
-    which fails what this router has under way at the node, and `on_live` when the node takes requests from now on.
+    `vocabulary`: the digest of this router's vocabulary, nothing if it is not known. `complaint`: why the node is not
+    live; empty while it is. `logged`: the complaints that the log has since the state changed. `heard_at`: when the
+    last message of the node came, on the registry's clock. The registry calls `on_lost`, which fails what this router
+    has under way at the node, and `on_live` when the node takes requests from now on.
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
     `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
@@ -42,6 +43,7 @@ class NodeHandle:
     role: NodeRole
     channel: grpc.aio.Channel
     outlier: Outlier
+    vocabulary: bytes = b""
     state: NodeState = NodeState.CONNECTING
     description: NodeDescription | None = None
     load: NodeLoad = field(default_factory=NodeLoad)
@@ -77,6 +79,8 @@ class NodeHandle:
         if role is not self.role:
             found = "unknown" if role is None else role.value
             return f"role is {found}, but it is listed among the {self.role.value} nodes"
+        if self.vocabulary and self.description.vocabulary not in (b"", self.vocabulary):
+            return "its tokenizer gives ids to other tokens than this router's: start both with the same model"
         return None
 
     @property

@@ -48,8 +48,8 @@ class Registry:
     """The table. After `start`, one task per address keeps it up to date; `live` and `served_model` read it.
 
     `timeout`: seconds that a node may take to describe itself. `silence`: seconds without a message after which a node
-    is lost. `changed` is set whenever a node's state changes. `connect` opens the channel to an address; `random`
-    spreads the attempts."""
+    is lost. `vocabulary`: the digest of the router's own vocabulary, nothing if it is not known. `changed` is set
+    whenever a node's state changes. `connect` opens the channel to an address; `random` spreads the attempts."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Registry:
         *,
         timeout: float,
         silence: float,
+        vocabulary: bytes = b"",
         clock: Clock | None = None,
         connect: Callable[[str], grpc.aio.Channel] | None = None,
         random: Random | None = None,
@@ -70,6 +71,7 @@ class Registry:
         self.clock = clock or MonotonicClock()
         self._random = random or SystemRandom()
         self._connect = connect or _connect
+        self._vocabulary = vocabulary
         self.prefill = tuple(self._handle(address, NodeRole.PREFILL) for address in prefill_nodes)
         self.decode = tuple(self._handle(address, NodeRole.DECODE) for address in decode_nodes)
         self.changed = asyncio.Event()
@@ -85,7 +87,7 @@ class Registry:
 
     def _handle(self, address: str, role: NodeRole) -> NodeHandle:
         outlier = Outlier(f"{role.value} node {address}", self.clock, random=self._random)
-        return NodeHandle(address, role, self._connect(address), outlier)
+        return NodeHandle(address, role, self._connect(address), outlier, self._vocabulary)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()

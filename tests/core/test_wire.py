@@ -38,6 +38,7 @@ DESCRIPTION = NodeDescription(
     max_model_len=1,
     vocab_size=4,
     max_num_seqs=5,
+    vocabulary=b"digest",
 )
 
 

@@ -54,6 +54,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.max_num_seqs = 8
         self.vocab_size = 1000
         self.protocol = PROTOCOL
+        self.vocabulary = b""
         self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -118,6 +119,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             vocab_size=self.vocab_size,
             max_num_seqs=self.max_num_seqs,
             protocol=self.protocol,
+            vocabulary=self.vocabulary,
         )
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:
@@ -317,7 +319,11 @@ class Cluster:
 
 @asynccontextmanager
 async def registered(
-    *nodes: ScriptedNode, late: ScriptedNode | None = None, silence: float = 5.0, timeout: float = PATIENCE
+    *nodes: ScriptedNode,
+    late: ScriptedNode | None = None,
+    silence: float = 5.0,
+    timeout: float = PATIENCE,
+    vocabulary: bytes = b"",
 ) -> AsyncIterator[Registry]:
     """Starts a registry of these nodes, without waiting for any of them. `late` has an address but does not answer
     yet."""
@@ -330,7 +336,7 @@ async def registered(
             await late.stop()
         prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
         decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
-        registry = Registry(prefill, decode, KVIndex(1000), timeout=timeout, silence=silence)
+        registry = Registry(prefill, decode, KVIndex(1000), timeout=timeout, silence=silence, vocabulary=vocabulary)
         stack.push_async_callback(registry.close)
         registry.start()
         yield registry

@@ -239,6 +239,17 @@ async def test_a_node_of_another_protocol_is_refused_and_decides_nothing(caplog:
     assert f"protocol is 0, but this router's is {PROTOCOL}: run versions of kvrelay that share one" in caplog.text
 
 
+async def test_a_node_with_another_tokenizer_than_the_routers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """One that says nothing of its tokenizer may have none, and is taken."""
+    stranger, fine, silent = (ScriptedDecode(f"decode-{number}") for number in range(3))
+    stranger.vocabulary, fine.vocabulary = b"theirs", b"ours"
+    with caplog.at_level(logging.WARNING):
+        async with registered(stranger, fine, silent, vocabulary=b"ours") as registry:
+            await settled(registry)
+            assert [node.state for node in registry.decode] == [NodeState.REFUSED, NodeState.LIVE, NodeState.LIVE]
+    assert "its tokenizer gives ids to other tokens than this router's: start both with the same model" in caplog.text
+
+
 async def test_nodes_that_share_one_of_their_connectors_fit() -> None:
     decode, another = ScriptedDecode(), ScriptedDecode("decode-1")
     decode.connector, another.connector = "shared_memory,redis", "ucx,redis"
