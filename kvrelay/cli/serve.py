@@ -13,6 +13,7 @@ import secrets
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -146,7 +147,7 @@ async def _run_cluster(settings: ServeSettings) -> None:
         await supervisor.keep(
             make_successor=at_its_address,
             timeout=settings.start_timeout,
-            on_event=_say,
+            on_event=_note,
             on_end=_release_cores(commands, table),
         )
 
@@ -270,3 +271,8 @@ def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
 
 def _say(message: str) -> None:
     write_line("serve", message)
+
+
+def _note(event: str) -> None:
+    """Says what has happened, with the time as in the lines of the log beside it."""
+    write_line("serve", f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {event}")

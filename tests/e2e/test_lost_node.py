@@ -1,6 +1,7 @@
 """`kill -9` of nodes that serve a stream: its client sees at most a stall, and the nodes come back."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def test_a_stream_survives_the_decode_node_that_serves_it(
         assert cluster.router.metric("kvrelay:request_errors_total") == 0
         assert cluster.router.text(PROMPT, 20) == oracle.text(PROMPT, 20), "the other one serves all that comes"
         cluster.program.wait_log(f"{serving} serves again")
+        killed = rf"\[serve\] 20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ {serving} was killed by SIGKILL"
+        assert re.search(killed, cluster.program.log.read_text()), "with the time, as in the lines beside it"
         cluster.kill("router")
         cluster.program.wait_log("router serves again")
         assert cluster.router.text(PROMPT, 20) == oracle.text(PROMPT, 20), "at the same port"
