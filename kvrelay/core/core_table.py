@@ -2,8 +2,8 @@
 
 An entry says how many cores its node claims: its own share while its engine has work, 0 while it waits. Unclaimed cores
 are divided among the nodes that claim some, and a node that changes its claim writes how many cores each of them may
-use now. An entry also says whether prompts wait on its node: nodes that only decode then leave their cores to it for a
-part of the time. All are words that are written at once, so there are no locks, and no system calls after the start.
+use now. An entry also says until when prompts wait on its node: nodes that only decode leave their cores to it for a
+part of that time. All are words that are written at once, so there are no locks, and no system calls after the start.
 Invariant: only speed depends on the table. What is late makes nodes share a core, or leaves one unused, until it is
 read again.
 """
@@ -11,11 +11,16 @@ read again.
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+# Prompts wait for so long after a node has said so, unless it says something else: one that was stopped meanwhile
+# (SIGSTOP), or hangs, does not hold up the others for ever.
+_WAIT_SECONDS: Final = 15
 _WORD: Final = "H"  # two aligned bytes in native order, which every processor writes at once
+_SECONDS: Final = 2**16 - 1  # that a word can tell apart, besides 0
 _STRIDE = 32  # words: entries lie in cache lines of their own
 
 
@@ -33,13 +38,14 @@ def cores_of(entry: int, claims: Sequence[int], num_cores: int) -> int:
 
 class CoreTable:
     """The table in memory that `create` made, in this process or in the one that started it. The caller owns
-    `descriptor`."""
+    `descriptor`. `now` returns seconds, which on Linux are those of all processes."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._words = memoryview(mmap.mmap(descriptor, 0)).cast(_WORD)
         self._claims = self._words[_STRIDE::_STRIDE]
         self._limits = self._words[_STRIDE + 1 :: _STRIDE]
-        self._waiting = self._words[_STRIDE + 2 :: _STRIDE]
+        self._wait_ends = self._words[_STRIDE + 2 :: _STRIDE]  # a second plus 1; 0: no prompts wait
 
     @staticmethod
     def create(num_cores: int, num_nodes: int) -> int:
@@ -59,7 +65,7 @@ class CoreTable:
         """Claims cores for a node that has work, or 0 for a node that has none. `prompts_wait` says whether the node
         has more prompts than it computes now."""
         self._claims[entry] = num_cores
-        self._waiting[entry] = prompts_wait
+        self._wait_ends[entry] = 1 + (int(self._now()) + _WAIT_SECONDS) % _SECONDS if prompts_wait else 0
         written: list[int] = []
         # Of nodes that do this at the same time, the one that writes last sees all claims before it leaves.
         while written != (claims := self._claims.tolist()):
@@ -77,7 +83,8 @@ class CoreTable:
 
     def prompts_wait_beside(self, entry: int) -> bool:
         """Tells whether prompts wait on another node."""
-        return any(waits for index, waits in enumerate(self._waiting) if index != entry)
+        ends = [end for index, end in enumerate(self._wait_ends) if index != entry and end]
+        return any((end - 1 - int(self._now())) % _SECONDS <= _WAIT_SECONDS for end in ends)
 
 
 @dataclass(frozen=True, slots=True)

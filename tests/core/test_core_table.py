@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.core.core_table import CoreShare, CoreTable, cores_of
+from tests.manual_clock import ManualClock
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,3 +145,19 @@ def test_a_node_is_wanted_while_prompts_wait_on_another(descriptor: int) -> None
     CoreTable(descriptor).claim(0, 0)  # it has ended
     assert not other.is_wanted()
     assert not CoreShare(2).is_wanted()
+
+
+@pytest.mark.parametrize("started", [0.0, 2**16 - 9.0])
+def test_prompts_of_a_node_that_has_stopped_wait_for_a_while_only(descriptor: int, started: float) -> None:
+    clock = ManualClock()
+    clock.seconds = started
+    ours, other = (CoreShare(2, CoreTable(descriptor, clock.now), entry) for entry in range(2))
+    assert not other.is_wanted(), "a table begins without any"
+    ours.claim(prompts_wait=True)
+    clock.seconds += 14.0
+    assert other.is_wanted()
+    ours.claim(prompts_wait=True)
+    clock.seconds += 14.0
+    assert other.is_wanted(), "it has said so again"
+    clock.seconds += 2.0
+    assert not other.is_wanted()
