@@ -90,7 +90,8 @@ static void multiply_panel_part(const PackedCall& call, const ManyRowBlocks& blo
   const int num_sides = call.gated ? 2 : 1;
   const std::int64_t steps = (part.end - part.begin) / kPackedInputs;
   const std::int64_t quarter = steps * kPackedOutputs * kPackedInputs * 2 / 4;
-  // The first of several blocks brings weights into the nearest cache: what is asked for beside that slows it down.
+  // The first block brings weights into the nearest cache: what is asked for beside that slows it down. Of two, the other is too short to
+  // ask for all of the next part.
   const std::int64_t first_asking = blocks.count() > 2 ? 1 : 0;
   const std::int64_t all_steps = (blocks.count() - first_asking) * steps * kPartPasses;
   const auto lines = static_cast<int>((quarter / 64 + all_steps - 1) / all_steps);
