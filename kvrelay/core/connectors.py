@@ -1,5 +1,5 @@
 """Names of connectors in settings and between processes: `auto`, one name, or several in the order of trying; and
-which of them connect two nodes.
+which of them stay within a host.
 
 Values only: the connectors themselves are in `kv_connector`, which the router and the command line do not import.
 """
@@ -8,9 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from kvrelay.core.endpoints import parse_endpoints
-from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.node_report import NodeDescription
+from kvrelay.core.errors import ConfigurationError
 
 AUTO = "auto"
 CONNECTORS = ("shared_memory", "ucx", "redis")
@@ -42,27 +40,6 @@ def parse_connectors(value: str) -> tuple[str, ...]:
 def needs_same_host(name: str) -> bool:
     """Tells whether the connector called `name`, over host or device memory, reaches only nodes of its own host."""
     return name in _OF_ONE_HOST
-
-
-def connector_difference(found: NodeDescription, expected: NodeDescription) -> str | None:
-    """Returns why two nodes cannot exchange blocks through their connectors, with both values; None if they can."""
-    shared = set(found.connector.split(",")).intersection(expected.connector.split(","))
-    if not shared:
-        return f"connector is {found.connector}, not {expected.connector}"
-    ours, theirs = _host(found), _host(expected)
-    if ours == theirs or not all(map(needs_same_host, shared)):
-        return None
-    return (
-        f"host is {ours}, not {theirs}, and all they share is {','.join(sorted(shared))}, which reaches no other host: "
-        "set --connector shared_memory,ucx or redis for both"
-    )
-
-
-def _host(node: NodeDescription) -> str:
-    try:
-        return parse_endpoints(node.source.endpoint).host
-    except KVError:
-        return "unknown"
 
 
 def _checked(value: str) -> str:

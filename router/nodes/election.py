@@ -6,15 +6,14 @@ no other node takes over a cluster that restarts. It does not keep it for ever, 
 keep no other out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.core.node_report import NodeDescription, NodeRole
+from kvrelay.core.node_report import NodeRole
+from router.nodes.agreement import difference
 from router.nodes.node import NodeHandle
 
 VOTE_SECONDS = 120.0  # since a node was last heard of; a large model takes that long to load
-
-Difference = Callable[[NodeDescription, NodeDescription], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +24,17 @@ class Elected:
     why: str
 
 
-def elect(nodes: Sequence[NodeHandle], difference: Difference, *, now: float) -> Elected | None:
+def elect(nodes: Sequence[NodeHandle], *, now: float) -> Elected | None:
     """Returns the winner among the nodes that were heard of lately and can be this router's; None if there is no such
     node. `now` is read from the clock of their `heard_at`."""
     voters = [node for node in nodes if _votes(node, now)]
     voters.sort(key=lambda node: node.role is not NodeRole.DECODE)  # stable: otherwise as listed
     if not voters:
         return None
-    votes = [sum(_fit(other, node, difference) for other in voters) for node in voters]
+    votes = [sum(_fit(other, node) for other in voters) for node in voters]
     most = max(votes)
     winner = voters[votes.index(most)]
-    rivals = any(
-        count == most and not _fit(node, winner, difference) for node, count in zip(voters, votes, strict=True)
-    )
+    rivals = any(count == most and not _fit(node, winner) for node, count in zip(voters, votes, strict=True))
     why = "of as many nodes, it is listed first" if rivals else f"it fits {most} of {len(voters)} nodes"
     return Elected(winner, why)
 
@@ -48,6 +45,6 @@ def _votes(node: NodeHandle, now: float) -> bool:
     return node.heard_at is not None and now - node.heard_at <= VOTE_SECONDS
 
 
-def _fit(one: NodeHandle, other: NodeHandle, difference: Difference) -> bool:
+def _fit(one: NodeHandle, other: NodeHandle) -> bool:
     assert one.description is not None and other.description is not None
     return difference(one.description, other.description) is None

@@ -11,7 +11,7 @@ import grpc
 
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.node_report import PROTOCOL, NodeDescription, NodeLoad, NodeRole, NodeStats
+from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from router.nodes.outlier import Outlier
 
 
@@ -29,10 +29,10 @@ class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; attempts count what they have
     under way, and report to `outlier` how it went.
 
-    `vocabulary`: the digest of this router's vocabulary, nothing if it is not known. `complaint`: why the node is not
-    live; empty while it is. `logged`: the complaints that the log has since the state changed. `heard_at`: when the
-    last message of the node came, on the registry's clock. The registry calls `on_lost`, which fails what this router
-    has under way at the node, and `on_live` when the node takes requests from now on.
+    `misfit`: why the node, as it was last described, can be none of this router's; None if it can. `complaint`: why the
+    node is not live; empty while it is. `logged`: the complaints that the log has since the state changed. `heard_at`:
+    when the last message of the node came, on the registry's clock. The registry calls `on_lost`, which fails what this
+    router has under way at the node, and `on_live` when the node takes requests from now on.
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
     `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
@@ -43,9 +43,9 @@ class NodeHandle:
     role: NodeRole
     channel: grpc.aio.Channel
     outlier: Outlier
-    vocabulary: bytes = b""
     state: NodeState = NodeState.CONNECTING
     description: NodeDescription | None = None
+    misfit: str | None = None
     load: NodeLoad = field(default_factory=NodeLoad)
     stats: NodeStats = field(default_factory=NodeStats)
     complaint: str = ""
@@ -67,21 +67,6 @@ class NodeHandle:
         """Returns the node as it was last described; it must have been."""
         assert self.description is not None
         return self.description.source
-
-    @property
-    def misfit(self) -> str | None:
-        """Returns why the node, as it was last described, can be none of this router's, whatever the others are; None
-        if it can."""
-        assert self.description is not None
-        role, protocol = self.description.role, self.description.protocol
-        if protocol != PROTOCOL:
-            return f"protocol is {protocol}, but this router's is {PROTOCOL}: run versions of kvrelay that share one"
-        if role is not self.role:
-            found = "unknown" if role is None else role.value
-            return f"role is {found}, but it is listed among the {self.role.value} nodes"
-        if self.vocabulary and self.description.vocabulary not in (b"", self.vocabulary):
-            return "its tokenizer gives ids to other tokens than this router's: start both with the same model"
-        return None
 
     @property
     def is_watched(self) -> bool:

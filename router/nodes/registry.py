@@ -23,13 +23,13 @@ import grpc
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.connectors import connector_difference
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.rpc import channel_options, error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.v1 import node_pb2, node_pb2_grpc
+from router.nodes.agreement import difference, misfit
 from router.nodes.election import elect
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeHandle, NodeState
@@ -87,7 +87,7 @@ class Registry:
 
     def _handle(self, address: str, role: NodeRole) -> NodeHandle:
         outlier = Outlier(f"{role.value} node {address}", self.clock, random=self._random)
-        return NodeHandle(address, role, self._connect(address), outlier, self._vocabulary)
+        return NodeHandle(address, role, self._connect(address), outlier)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -172,6 +172,7 @@ class Registry:
             description = description_from_wire(await stub.Describe(node_pb2.DescribeRequest(), timeout=self._timeout))
             node.heard_at = self.clock.now()
             known, node.description = node.description, description
+            node.misfit = misfit(description, node.role, self._vocabulary)
         finally:
             self._tried[node.address].set()
         if known is not None and known.source != description.source:
@@ -197,14 +198,14 @@ class Registry:
         live = [other for other in self.nodes if other is not node and other.state is NodeState.LIVE]
         for other in live:
             assert other.description is not None
-            if difference := _difference(description, other.description):
-                raise NodeRefusedError(f"{difference} (as {other.name} has it, which is live)")
-        elected = elect(self.nodes, _difference, now=self.clock.now())
+            if found := difference(description, other.description):
+                raise NodeRefusedError(f"{found} (as {other.name} has it, which is live)")
+        elected = elect(self.nodes, now=self.clock.now())
         if live or elected is None or elected.node is node:
             return
         assert elected.node.description is not None
-        if difference := _difference(description, elected.node.description):
-            raise NodeRefusedError(f"{difference} (as {elected.node.name} has it; {elected.why})")
+        if found := difference(description, elected.node.description):
+            raise NodeRefusedError(f"{found} (as {elected.node.name} has it; {elected.why})")
 
     def _rivals(self, node: NodeHandle) -> list[NodeHandle]:
         """Returns the nodes that keep their id if `node` has the same one: those that are live or draining, and those
@@ -294,20 +295,3 @@ def _stub(node: NodeHandle) -> "node_pb2_grpc.NodeAsyncStub":
 
 def _descriptions(nodes: Sequence[NodeHandle]) -> list[NodeDescription]:
     return [node.description for node in nodes if node.description is not None]
-
-
-def _difference(found: NodeDescription, expected: NodeDescription) -> str | None:
-    """Returns the first difference because of which two nodes cannot exchange KV, with both values; None if they
-    can."""
-    ours, theirs = found.kv_namespace, expected.kv_namespace
-    fields: tuple[tuple[str, object, object], ...] = (
-        ("KV dtype", ours.kv_dtype, theirs.kv_dtype),  # before the fingerprint, which depends on it and explains less
-        ("model fingerprint", ours.model_fingerprint.hex()[:16], theirs.model_fingerprint.hex()[:16]),
-        ("block size", ours.block_size, theirs.block_size),
-        ("KV layout", ours.layout_id, theirs.layout_id),
-        ("vocabulary size", found.vocab_size, expected.vocab_size),
-    )
-    for name, one, other in fields:
-        if one != other:
-            return f"{name} is {one}, not {other}"
-    return connector_difference(found, expected)

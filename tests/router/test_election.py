@@ -30,12 +30,8 @@ def node(name: str, block_size: int, *, heard_at: float | None = NOW) -> NodeHan
     return handle
 
 
-def difference(one: NodeDescription, other: NodeDescription) -> str | None:
-    return None if one.kv_namespace == other.kv_namespace else "block size"
-
-
 def winner(*nodes: NodeHandle) -> str:
-    elected = elect(nodes, difference, now=NOW)
+    elected = elect(nodes, now=NOW)
     assert elected is not None
     return elected.node.address
 
@@ -51,11 +47,11 @@ def test_nodes_that_are_gone_for_good_keep_nobody_out() -> None:
 
 
 def test_without_a_voter_nobody_is_elected() -> None:
-    assert elect([node("never", 4, heard_at=None)], difference, now=NOW) is None
+    assert elect([node("never", 4, heard_at=None)], now=NOW) is None
 
 
-def test_a_node_of_another_kind_than_it_is_listed_for_has_no_vote() -> None:
+def test_a_node_that_can_be_none_of_this_routers_has_no_vote() -> None:
     wrong = node("wrong", 4)
-    wrong.role = NodeRole.PREFILL
+    wrong.misfit = "role is decode, but it is listed among the prefill nodes"
     assert winner(wrong, node("right", 8)) == "right"
-    assert elect([wrong], difference, now=NOW) is None
+    assert elect([wrong], now=NOW) is None

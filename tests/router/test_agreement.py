@@ -3,10 +3,10 @@
 import pytest
 
 from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.connectors import connector_difference
 from kvrelay.core.endpoints import Endpoints
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeDescription
+from router.nodes.agreement import difference
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"
 
@@ -27,16 +27,16 @@ def node(connector: str, host: str = HERE) -> NodeDescription:
 
 @pytest.mark.parametrize("host", [HERE, THERE])
 def test_nodes_that_share_a_connector_can_exchange(host: str) -> None:
-    assert connector_difference(node("shared_memory,ucx"), node("ucx,redis", host)) is None
-    assert connector_difference(node("redis"), node("redis", host)) is None
-    assert connector_difference(node("redis"), node("shared_memory,redis", host)) is None
-    difference = connector_difference(node("shared_memory"), node("ucx,redis", host))
-    assert difference == "connector is shared_memory, not ucx,redis"
+    assert difference(node("shared_memory,ucx"), node("ucx,redis", host)) is None
+    assert difference(node("redis"), node("redis", host)) is None
+    assert difference(node("redis"), node("shared_memory,redis", host)) is None
+    found = difference(node("shared_memory"), node("ucx,redis", host))
+    assert found == "connector is shared_memory, not ucx,redis"
 
 
 @pytest.mark.parametrize("connector", ["shared_memory", "cuda_ipc"])
 def test_mapped_memory_connects_nodes_of_one_host_only(connector: str) -> None:
-    assert connector_difference(node(connector), node(connector)) is None
-    assert connector_difference(node(f"{connector},ucx"), node(f"{connector},ucx", THERE)) is None
-    difference = connector_difference(node(f"{connector},ucx"), node(connector, THERE))
-    assert difference is not None and f"all they share is {connector}" in difference and "--connector" in difference
+    assert difference(node(connector), node(connector)) is None
+    assert difference(node(f"{connector},ucx"), node(f"{connector},ucx", THERE)) is None
+    found = difference(node(f"{connector},ucx"), node(connector, THERE))
+    assert found is not None and f"all they share is {connector}" in found and "--connector" in found

@@ -1,0 +1,60 @@
+"""In what a router and its nodes have to agree: everything that two of these processes compare is compared here.
+
+Values only: who is asked, and who has to fit whom, is decided in `registry` and `election`. A router compares; nodes
+know of each other only what a request carries, and verify every block that they fetch.
+"""
+
+from kvrelay.core.connectors import needs_same_host
+from kvrelay.core.endpoints import parse_endpoints
+from kvrelay.core.errors import KVError
+from kvrelay.core.node_report import PROTOCOL, NodeDescription, NodeRole
+
+
+def misfit(found: NodeDescription, role: NodeRole, vocabulary: bytes) -> str | None:
+    """Returns why a node can be none of a router's, whatever the other nodes are; None if it can. The router lists the
+    node under `role`; `vocabulary` is the digest of its own vocabulary, nothing if it is not known."""
+    if found.protocol != PROTOCOL:
+        return f"protocol is {found.protocol}, but this router's is {PROTOCOL}: run versions of kvrelay that share one"
+    if found.role is not role:
+        name = "unknown" if found.role is None else found.role.value
+        return f"role is {name}, but it is listed among the {role.value} nodes"
+    if vocabulary and found.vocabulary not in (b"", vocabulary):
+        return "its tokenizer gives ids to other tokens than this router's: start both with the same model"
+    return None
+
+
+def difference(found: NodeDescription, expected: NodeDescription) -> str | None:
+    """Returns the first difference because of which two nodes cannot exchange KV, with both values; None if they
+    can."""
+    ours, theirs = found.kv_namespace, expected.kv_namespace
+    fields: tuple[tuple[str, object, object], ...] = (
+        ("KV dtype", ours.kv_dtype, theirs.kv_dtype),  # before the fingerprint, which depends on it and explains less
+        ("model fingerprint", ours.model_fingerprint.hex()[:16], theirs.model_fingerprint.hex()[:16]),
+        ("block size", ours.block_size, theirs.block_size),
+        ("KV layout", ours.layout_id, theirs.layout_id),
+        ("vocabulary size", found.vocab_size, expected.vocab_size),
+    )
+    for name, one, other in fields:
+        if one != other:
+            return f"{name} is {one}, not {other}"
+    return _connector_difference(found, expected)
+
+
+def _connector_difference(found: NodeDescription, expected: NodeDescription) -> str | None:
+    shared = set(found.connector.split(",")).intersection(expected.connector.split(","))
+    if not shared:
+        return f"connector is {found.connector}, not {expected.connector}"
+    ours, theirs = _host(found), _host(expected)
+    if ours == theirs or not all(map(needs_same_host, shared)):
+        return None
+    return (
+        f"host is {ours}, not {theirs}, and all they share is {','.join(sorted(shared))}, which reaches no other host: "
+        "set --connector shared_memory,ucx or redis for both"
+    )
+
+
+def _host(node: NodeDescription) -> str:
+    try:
+        return parse_endpoints(node.source.endpoint).host
+    except KVError:
+        return "unknown"
