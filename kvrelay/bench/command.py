@@ -23,6 +23,7 @@ from kvrelay.core.config import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.extras import require_extra
 from kvrelay.core.interruptible import INTERRUPTED
+from kvrelay.core.lifecycle import raise_open_files_limit
 
 USAGE = """\
 usage: kvrelay bench COMMAND ...        `kvrelay bench COMMAND --help` explains it, with examples
@@ -70,6 +71,7 @@ def _run(command: str, settings: BenchSettings) -> int:
         check_writable("--plot", settings.plot)
     if settings.json_file is not None:
         check_writable("--json-file", settings.json_file)
+    raise_open_files_limit()  # every request that runs has a connection
     model, results = uvloop.run(measure(settings))
     knee = find_knee(results, settings.attainment) if isinstance(settings, SweepBenchSettings) else None
     _print(settings, results, knee)

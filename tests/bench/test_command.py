@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -174,6 +175,16 @@ def test_failures_are_shown_and_are_the_exit_code(capsys: pytest.CaptureFixture[
     argv = ["latency", "--url", f"{url}/nowhere", "--model", "m", "--warmup", "0", *LOAD]
     assert bench(argv) == 1
     assert "failed: 2 x http 404, the first: 404: Not Found" in capsys.readouterr().out
+
+
+def test_it_may_have_as_many_connections_as_the_system_allows(url: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        assert bench(["throughput", "--url", url, *LOAD]) == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def ten(label: str, ttft: float, *, sent: float = 0.0, **more: Any) -> RunResult:
