@@ -108,6 +108,7 @@ class OpenAIClient:
         texts: list[str] = []
         token_ids: list[int] = []
         finished = False
+        closed: float | None = None  # when the finish_reason came
         async for data in content.iter_any():
             now = self._clock.now()
             for payload in parser.feed(data):
@@ -115,19 +116,22 @@ class OpenAIClient:
                     finished = True
                     continue
                 event = json.loads(payload)
-                if "error" in event:
+                if event.get("error") is not None:
                     answer.failure = Failure("error in the stream", _error_text(payload))
                     return
                 if usage := event.get("usage"):
                     _count(usage, answer)
                 for choice in event.get("choices") or ():
-                    finished = finished or choice.get("finish_reason") is not None
+                    if choice.get("finish_reason") is not None:
+                        finished, closed = True, now
                     text = self._text(choice)
                     if text is not None:
                         answer.arrivals.append(now)
                         texts.append(text)
                         token_ids += choice.get("token_ids") or ()
         answer.text, answer.token_ids = "".join(texts), tuple(token_ids)
+        if closed is not None and not answer.arrivals and answer.num_output_tokens:
+            answer.arrivals.append(closed)  # a single token without text comes with the finish_reason
         if not finished:
             answer.failure = Failure("ended early", "the stream ended without a finish_reason")
 

@@ -185,6 +185,20 @@ async def test_usage_counts_tokens_and_pieces_count_without() -> None:
     assert (record.num_output_tokens, summary.counted_by, summary.num_short) == (2, "chunks", 1)
 
 
+async def test_a_single_token_without_text_is_output() -> None:
+    one = USAGE.replace(b'"completion_tokens":5', b'"completion_tokens":1')
+    record, summary = await answer_of(LAST, one, DONE)
+    assert (record.failure, record.num_output_tokens) == (None, 1)
+    assert record.sent < record.arrivals[0] <= record.finished
+    assert summary.num_completed == 1
+
+
+async def test_an_error_that_is_null_is_none() -> None:
+    pieces = (piece.replace(b'{"choices"', b'{"error":null,"choices"') for piece in (PIECE, LAST, USAGE))
+    record, _ = await answer_of(*pieces, DONE)
+    assert (record.failure, len(record.arrivals)) == (None, 1)
+
+
 async def test_events_may_arrive_in_any_pieces() -> None:
     whole = PIECE + PIECE + LAST + USAGE + DONE
     record, _ = await answer_of(*(whole[i : i + 7] for i in range(0, len(whole), 7)))
