@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvrelay.bench.result import RunResult
+from kvrelay.bench.result import LATE_SECONDS, RunResult
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.summary import Distribution, Summary
 
@@ -93,6 +93,9 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"{summary.num_short} requests ended before the output length that was asked for"
     if result.client_was_late:
         yield f"a request was sent {summary.latest_start * 1e3:.0f} ms late: this client could not keep up"
+    if result.longest_wait > LATE_SECONDS:
+        wait = f"{result.longest_wait * 1e3:.0f} ms"
+        yield f"with --concurrency a request was sent {wait} after its time: no latency includes this wait"
     if result.longest_stall > _STALL_SECONDS:
         yield f"for up to {result.longest_stall * 1e3:.0f} ms this client did not notice what arrived"
     if result.client_cpu_per_token is not None:

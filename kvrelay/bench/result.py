@@ -47,6 +47,13 @@ class RunResult:
         return self.max_concurrency is None and self.summary.latest_start > LATE_SECONDS
 
     @property
+    def longest_wait(self) -> float:
+        """Returns how many seconds after its time a request was sent at most, with a limit of requests at a time. Those
+        whose time was the beginning do not count: with a limit alone, all of them wait on purpose."""
+        waits = (record.sent - record.scheduled for record in self.records if record.scheduled > 0)
+        return 0.0 if self.max_concurrency is None else max(waits, default=0.0)
+
+    @property
     def flaws(self) -> tuple[str, ...]:
         """Returns what makes the figures not those of the load that was asked for."""
         found = {"cut off": self.was_cut, "client late": self.client_was_late}

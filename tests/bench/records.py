@@ -10,6 +10,7 @@ from kvrelay.bench.summary import summarise
 
 def record(
     *arrivals: float,
+    scheduled: float = 0.0,
     sent: float = 0.0,
     kind: str = "",
     index: int = 0,
@@ -17,11 +18,11 @@ def record(
     cached: int | None = None,
     failure: Failure | None = None,
 ) -> RequestRecord:
-    """Returns a request of five prompt tokens that was scheduled for 0, with an output token per arrival."""
+    """Returns a request of five prompt tokens with an output token per arrival."""
     return RequestRecord(
         index=index,
         kind=kind,
-        scheduled=0.0,
+        scheduled=scheduled,
         sent=sent,
         arrivals=arrivals,
         finished=arrivals[-1] if arrivals else sent,

@@ -14,7 +14,7 @@ import pytest
 
 from kvrelay.bench.command import bench
 from kvrelay.bench.knee import find_knee
-from kvrelay.bench.report import render_sweep
+from kvrelay.bench.report import render, render_sweep
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.slo import Slos
 from tests.bench.records import record, run_of
@@ -229,6 +229,14 @@ def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> No
     assert rows[11] == (
         "the highest load at which 90% of the requests meet ttft <= 1000 ms: 1/s; loads with a flaw were left out"
     )
+
+
+def test_the_table_says_how_long_requests_waited_for_a_place() -> None:
+    late, at_once = record(3.0, scheduled=1.0, sent=2.5), record(3.0, sent=2.5)
+    note = "with --concurrency a request was sent 1500 ms after its time: no latency includes this wait"
+    assert note in render(run_of(late, max_concurrency=1), None)
+    assert "--concurrency" not in render(run_of(at_once, max_concurrency=1), None)
+    assert "--concurrency" not in render(run_of(late), None), "the client was late"
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_measurement(
