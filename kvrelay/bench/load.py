@@ -112,7 +112,6 @@ class Load:
     def _record(self, index: int, request: ReadyRequest, answer: Answer, scheduled: float) -> RequestRecord:
         spec = request.spec
         finished = self._clock.now() if answer.finished is None else answer.finished
-        asked = sum(segment.length for segment in spec.segments)
         if answer.failure is None and not answer.arrivals:
             answer.failure = Failure("no output", "the answer held no tokens")
         return RequestRecord(
@@ -122,7 +121,9 @@ class Load:
             sent=answer.sent - self._started,
             arrivals=tuple(arrival - self._started for arrival in answer.arrivals),
             finished=finished - self._started,
-            num_prompt_tokens=asked if answer.num_prompt_tokens is None else answer.num_prompt_tokens,
+            num_prompt_tokens=request.num_prompt_tokens
+            if answer.num_prompt_tokens is None
+            else answer.num_prompt_tokens,
             num_output_tokens=answer.num_tokens,
             num_wanted_tokens=spec.max_tokens,
             counted_by="chunks" if answer.num_output_tokens is None else "usage",

@@ -13,9 +13,10 @@ from kvrelay.bench.workloads import Session
 
 @dataclass(frozen=True, slots=True)
 class ReadyRequest:
-    """One request: what it asks, and the function that sends it."""
+    """One request: what it asks, the tokens of its prompt with all earlier turns, and the function that sends it."""
 
     spec: RequestSpec
+    num_prompt_tokens: int
     send: Send
 
 
@@ -28,6 +29,7 @@ class SessionRequests:
         self._name = str(number)
         self._specs = iter(session.requests)
         self._conversation = builder.conversation(self._name) if session.is_conversation else None
+        self._num_said = 0  # tokens of the conversation so far
 
     async def next_request(self) -> ReadyRequest | None:
         """Builds the next request, or returns None after the last one. A conversation must have heard the answers to
@@ -37,9 +39,13 @@ class SessionRequests:
             return None
         conversation = self._conversation or self._builder.conversation(self._name)
         prompt = await conversation.ask(spec.segments)
-        return ReadyRequest(spec, await self._client.prepare(prompt, spec.max_tokens))
+        num_prompt_tokens = self._num_said + sum(segment.length for segment in spec.segments)
+        if self._conversation is not None:
+            self._num_said = num_prompt_tokens
+        return ReadyRequest(spec, num_prompt_tokens, await self._client.prepare(prompt, spec.max_tokens))
 
     def hear(self, answer: Answer) -> None:
         """Makes the answer part of a conversation's next prompt."""
         if self._conversation is not None:
             self._conversation.hear(answer)
+            self._num_said += answer.num_tokens

@@ -91,6 +91,15 @@ async def test_token_id_conversations_over_grpc_hold_the_answers(relay: Scripted
     assert second[: len(first) + 4] == (*first, *reply)
 
 
+async def test_conversations_count_their_prompts_where_the_server_does_not() -> None:
+    async with answering((PIECE, PIECE, LAST, DONE)) as url:
+        settings = ServeBenchSettings(
+            **SMALL | {"input_len": "7"}, url=url, workload="multi-turn", turns=3, requests=1, concurrency=1, warmup=0
+        )
+        _, [result] = await measure(settings)
+    assert [record.num_prompt_tokens for record in result.records] == [7, 7 + 2 + 7, 7 + 2 + 7 + 2 + 7]
+
+
 async def test_mixed_load_has_both_kinds(url: str) -> None:
     settings = ServeBenchSettings(
         url=url,
