@@ -89,8 +89,10 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"{summary.cached_tokens} prompt tokens came from the server's cache"
     if summary.counted_by != "usage":
         yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
-    if summary.num_short:
+    if summary.num_short and summary.counted_by == "usage":
         yield f"{summary.num_short} requests ended before the output length that was asked for"
+    elif summary.num_short:
+        yield f"{summary.num_short} requests had fewer chunks than tokens asked for: cut short, or several in a chunk"
     if result.client_was_late:
         yield f"a request was sent {summary.latest_start * 1e3:.0f} ms late: this client could not keep up"
     if result.longest_wait > LATE_SECONDS:

@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -237,6 +238,14 @@ def test_the_table_says_how_long_requests_waited_for_a_place() -> None:
     assert note in render(run_of(late, max_concurrency=1), None)
     assert "--concurrency" not in render(run_of(at_once, max_concurrency=1), None)
     assert "--concurrency" not in render(run_of(late), None), "the client was late"
+
+
+def test_chunks_may_be_several_tokens_and_say_less_about_an_early_end() -> None:
+    short = record(1.0, wanted=4)
+    assert "1 requests ended before the output length" in render(run_of(short), None)
+    assert "1 requests had fewer chunks than tokens asked for" in render(
+        run_of(replace(short, counted_by="chunks")), None
+    )
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_measurement(
