@@ -101,7 +101,8 @@ def _notes(result: RunResult) -> Iterator[str]:
     if result.longest_stall > _STALL_SECONDS:
         yield f"for up to {result.longest_stall * 1e3:.0f} ms this client did not notice what arrived"
     if result.client_cpu_per_token is not None:
-        yield f"this client took {result.client_cpu_per_token * 1e6:.0f} us of processor time per output token"
+        cost = f"{result.client_cpu_per_token * 1e6:.0f} us of processor time per output token"
+        yield f"this client took {cost}, {result.client_cpu_share:.0%} of a core"
     for failure in summary.failures:
         yield f"failed: {failure.count} x {failure.kind}, the first: {failure.first_message}"
     if result.was_cut:

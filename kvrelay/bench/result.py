@@ -21,9 +21,10 @@ LATE_SECONDS = 0.1  # a request that is sent later than this shows that the clie
 class RunResult:
     """One run: its figures and every measured request.
 
-    `client_cpu_seconds` is the processor time that this process took during the run. `was_cut` tells that Ctrl-C ended
-    it. `max_concurrency` limited the requests that ran at a time, None: nothing did. `longest_stall` is the longest
-    time in seconds for which this client noticed nothing that arrived.
+    `client_cpu_seconds` is the processor time that this process took during the run, and `client_cpu_share` its share
+    of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `max_concurrency` limited
+    the requests that ran at a time, None: nothing did. `longest_stall` is the longest time in seconds for which this
+    client noticed nothing that arrived.
     """
 
     label: str
@@ -31,6 +32,7 @@ class RunResult:
     by_kind: dict[str, Summary]
     records: tuple[RequestRecord, ...]
     client_cpu_seconds: float
+    client_cpu_share: float = 0.0
     was_cut: bool = False
     max_concurrency: int | None = None
     longest_stall: float = 0.0
@@ -100,6 +102,7 @@ def _run(result: RunResult, *, with_records: bool) -> dict[str, object]:
         "was_cut": result.was_cut,
         "flaws": result.flaws,
         "client_cpu_seconds": result.client_cpu_seconds,
+        "client_cpu_share": result.client_cpu_share,
         "client_longest_stall": result.longest_stall,
         "summary": asdict(result.summary),
         "by_kind": {kind: asdict(summary) for kind, summary in result.by_kind.items()},

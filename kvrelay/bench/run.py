@@ -43,9 +43,10 @@ class Runner:
         gc.collect()
         gc.freeze()  # a collection now looks only at what the run makes: the server shares our cores
         try:
-            cpu_before = time.process_time()
+            began, cpu_before = self.clock.now(), time.process_time()
             load = await self._run_load(plan)
             cpu = time.process_time() - cpu_before
+            share = cpu / max(self.clock.now() - began, 1e-9)
         finally:
             gc.unfreeze()
         window = None if plan.window is None else min(plan.window, load.elapsed)
@@ -56,6 +57,7 @@ class Runner:
             by_kind=summaries_by_kind(records, slos=self.slos, window=window),
             records=tuple(records),
             client_cpu_seconds=cpu,
+            client_cpu_share=share,
             was_cut=self.interrupted.is_set(),
             max_concurrency=plan.max_concurrency,
             longest_stall=load.longest_stall,

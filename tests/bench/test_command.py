@@ -209,7 +209,11 @@ def test_a_load_whose_figures_are_not_valid_is_no_knee() -> None:
 
 def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> None:
     slos = Slos.parse(["ttft=1000"])
-    loads = [ten("1/s", 0.9, longest_stall=0.25), ten("2/s", 0.5, sent=0.2), ten("4/s", 1.5, was_cut=True)]
+    loads = [
+        ten("1/s", 0.9, longest_stall=0.25, client_cpu_share=0.97),
+        ten("2/s", 0.5, sent=0.2),
+        ten("4/s", 1.5, was_cut=True),
+    ]
     head, *rows = render_sweep(loads, loads[0], slos, 0.9).splitlines()
     assert head.split()[:5] == ["load", "req/s", "goodput", "meet", "SLOs"]
     assert [row.split()[:4] for row in rows[:3]] == [
@@ -219,12 +223,13 @@ def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> No
     ]
     assert [row.rpartition("  ")[2] for row in rows[:3]] == ["-", "client late", "cut off"]
     cost = "this client took 0 us of processor time per output token"
+    busy, idle = (f"{cost}, {share} of a core" for share in ("97%", "0%"))
     assert rows[4:10] == [
         "1/s: for up to 250 ms this client did not notice what arrived",
-        f"1/s: {cost}",
+        f"1/s: {busy}",
         "2/s: a request was sent 200 ms late: this client could not keep up",
-        f"2/s: {cost}",
-        f"4/s: {cost}",
+        f"2/s: {idle}",
+        f"4/s: {idle}",
         "4/s: interrupted: these are the results so far",
     ]
     assert rows[11] == (

@@ -40,6 +40,7 @@ async def test_every_request_is_recorded_with_its_lengths_and_times(url: str, re
     summary = result.summary
     assert (model, summary.num_completed, summary.output_tokens) == (MODEL, 6, 24)
     assert (summary.counted_by, summary.num_short, summary.failures) == ("usage", 0, ())
+    assert result.client_cpu_share > 0
     assert [record.index for record in result.records] == list(range(6))
     for record, routed in zip(sorted(result.records, key=lambda r: r.sent), relay.requests[1:], strict=True):
         assert 8 <= len(routed.prompt_token_ids) <= 16
