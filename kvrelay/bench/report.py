@@ -105,6 +105,8 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"this client took {cost}, {result.client_cpu_share:.0%} of a core"
     for failure in summary.failures:
         yield f"failed: {failure.count} x {failure.kind}, the first: {failure.first_message}"
+    if result.num_unsent:
+        yield f"{result.num_unsent} turns were not sent, because an earlier one failed: no figure includes them"
     if result.was_cut:
         yield "interrupted: these are the results so far"
 

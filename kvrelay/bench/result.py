@@ -22,9 +22,9 @@ class RunResult:
     """One run: its figures and every measured request.
 
     `client_cpu_seconds` is the processor time that this process took during the run, and `client_cpu_share` its share
-    of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `max_concurrency` limited
-    the requests that ran at a time, None: nothing did. `longest_stall` is the longest time in seconds for which this
-    client noticed nothing that arrived.
+    of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `num_unsent` are the later
+    turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time, None:
+    nothing did. `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
     """
 
     label: str
@@ -34,6 +34,7 @@ class RunResult:
     client_cpu_seconds: float
     client_cpu_share: float = 0.0
     was_cut: bool = False
+    num_unsent: int = 0
     max_concurrency: int | None = None
     longest_stall: float = 0.0
 
@@ -100,6 +101,7 @@ def _run(result: RunResult, *, with_records: bool) -> dict[str, object]:
     body: dict[str, object] = {
         "label": result.label,
         "was_cut": result.was_cut,
+        "num_unsent": result.num_unsent,
         "flaws": result.flaws,
         "client_cpu_seconds": result.client_cpu_seconds,
         "client_cpu_share": result.client_cpu_share,

@@ -51,6 +51,7 @@ class Runner:
             gc.unfreeze()
         window = None if plan.window is None else min(plan.window, load.elapsed)
         records = sorted(load.records, key=lambda record: record.index)
+        was_cut = self.interrupted.is_set()
         return RunResult(
             label=plan.label,
             summary=summarise(records, slos=self.slos, window=window),
@@ -58,7 +59,8 @@ class Runner:
             records=tuple(records),
             client_cpu_seconds=cpu,
             client_cpu_share=share,
-            was_cut=self.interrupted.is_set(),
+            was_cut=was_cut,
+            num_unsent=0 if was_cut or plan.num_requests is None else plan.num_requests - len(records),
             max_concurrency=plan.max_concurrency,
             longest_stall=load.longest_stall,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvrelay.bench.measure import measure
+from kvrelay.bench.report import render
 from kvrelay.bench.settings import (
     BenchSettings,
     LatencyBenchSettings,
@@ -133,6 +134,14 @@ async def test_failures_are_counted_by_kind(url: str, relay: ScriptedRelay) -> N
     assert "lost its block" in failure.first_message
     assert failure.kind == ("grpc INTERNAL" if url.startswith("grpc") else "error in the stream")
     assert result.summary.output_tokens == 6, "what had come before counts as throughput"
+
+
+async def test_the_turns_that_a_failure_leaves_unsent_are_counted(url: str, relay: ScriptedRelay) -> None:
+    relay.fail_with = OverloadedError("queues are full")
+    settings = ServeBenchSettings(url=url, workload="multi-turn", turns=3, requests=2, concurrency=1, warmup=0, **SMALL)
+    _, [result] = await measure(settings)
+    assert (result.summary.num_failed, result.num_unsent) == (2, 4)
+    assert "4 turns were not sent, because an earlier one failed" in render(result, None)
 
 
 async def test_a_refusal_has_its_status(url: str, relay: ScriptedRelay) -> None:
