@@ -1,7 +1,8 @@
 """The figures of a run, from the records of its requests: percentiles, throughput, goodput, failures by kind.
 
 Only requests that ended well have latencies. Throughput counts every token that came, from the first request sent to
-the last token; with a window only what came within it. Percentiles interpolate linearly, as numpy does by default.
+the last token, or to the end of a request that got none; with a window only what came within it. Percentiles
+interpolate linearly, as numpy does by default.
 """
 
 from collections import Counter
