@@ -48,7 +48,7 @@ async def _client(settings: BenchSettings, clock: Clock) -> AsyncIterator[Client
     if settings.is_grpc:
         from kvrelay.bench.grpc_client import GrpcClient
 
-        client = GrpcClient(settings.url.removeprefix(GRPC_SCHEME), generation, clock)
+        client = GrpcClient(settings.url.removeprefix(GRPC_SCHEME).rstrip("/"), generation, clock)
     else:
         require_extra("bench", ["aiohttp"], purpose="kvrelay bench over HTTP")
         from kvrelay.bench.openai_client import OpenAIClient

@@ -68,6 +68,11 @@ class OpenAIClient:
             ) from error
         if status in (401, 403):
             raise UnavailableError(f"{self._base} refuses us ({_error_text(body)}); give the key in KVRELAY_API_KEY")
+        if status >= 500 and not wanted:
+            raise UnavailableError(
+                f"{self._base}/v1/models answers http {status} ({_error_text(body)}); wait until the server is ready, "
+                "or name the model with --model"
+            )
         served = _model_names(body) if status == 200 else []
         self._fields["model"] = _chosen(wanted, served, f"{self._base}/v1/models")
         return str(self._fields["model"])

@@ -46,6 +46,7 @@ async def answering(
     *,
     status: int = 200,
     models: Sequence[str] = ("m",),
+    models_status: int = 200,
     connections: set[object] | None = None,
     bodies: list[dict[str, Any]] | None = None,
 ) -> AsyncIterator[str]:
@@ -66,7 +67,7 @@ async def answering(
         return response
 
     async def list_models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": name} for name in models]})
+        return web.json_response({"data": [{"id": name} for name in models]}, status=models_status)
 
     app = web.Application()
     app.router.add_post("/v1/completions", generate)

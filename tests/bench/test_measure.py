@@ -277,3 +277,19 @@ async def test_with_several_models_one_has_to_be_chosen() -> None:
     async with answering((PIECE, LAST, DONE), models=("a", "b")) as url:
         with pytest.raises(UnknownModelError, match="choose one with --model: a, b"):
             await measure(LatencyBenchSettings(url=url, **SMALL))
+
+
+async def test_a_server_that_is_not_ready_is_told_from_one_without_a_list_of_models() -> None:
+    async with answering((PIECE, LAST, DONE), models_status=503) as url:
+        with pytest.raises(UnavailableError, match="/v1/models answers http 503"):
+            await measure(LatencyBenchSettings(url=url, **SMALL))
+        _, [result] = await measure(LatencyBenchSettings(url=url, model="m", requests=1, warmup=0, **SMALL))
+    assert result.summary.num_completed == 1
+    async with answering((PIECE, LAST, DONE), models_status=404) as url:
+        with pytest.raises(UnknownModelError, match="names no model: give one with --model"):
+            await measure(LatencyBenchSettings(url=url, **SMALL))
+
+
+async def test_an_address_may_end_with_a_slash(url: str) -> None:
+    _, [result] = await measure(LatencyBenchSettings(url=f"{url}/", requests=1, warmup=0, **SMALL))
+    assert result.summary.num_completed == 1
