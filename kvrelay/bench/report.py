@@ -7,6 +7,7 @@ from kvrelay.bench.slo import Slos
 from kvrelay.bench.summary import Distribution, Summary
 
 _STALL_SECONDS = 0.02  # shorter stalls of the client are not worth a note
+_MANY_PER_PIECE = 1.05  # fewer tokens in a piece are the odd one without text
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _LATENCIES = (
     ("ttft", "TTFT"),
@@ -89,6 +90,8 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"{summary.cached_tokens} prompt tokens came from the server's cache"
     if summary.counted_by != "usage":
         yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
+    if result.tokens_per_piece > _MANY_PER_PIECE:
+        yield f"a piece held {result.tokens_per_piece:.1f} output tokens on average: ITL is the time between pieces"
     if summary.num_short and summary.counted_by == "usage":
         yield f"{summary.num_short} requests ended before the output length that was asked for"
     elif summary.num_short:

@@ -45,6 +45,12 @@ class RunResult:
         return self.client_cpu_seconds / tokens if tokens else None
 
     @property
+    def tokens_per_piece(self) -> float:
+        """Returns how many output tokens a piece held on average, in requests that ended well; 0 without any."""
+        good = [record for record in self.records if record.failure is None]
+        return sum(record.num_output_tokens for record in good) / max(1, sum(len(record.arrivals) for record in good))
+
+    @property
     def client_was_late(self) -> bool:
         """Tells whether requests were sent later than planned, although they did not have to wait for a place."""
         return self.max_concurrency is None and self.summary.latest_start > LATE_SECONDS

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.bench.base import Failure
 from kvrelay.bench.command import bench
 from kvrelay.bench.knee import find_knee
 from kvrelay.bench.report import render, render_sweep
@@ -251,6 +252,13 @@ def test_chunks_may_be_several_tokens_and_say_less_about_an_early_end() -> None:
     assert "1 requests had fewer chunks than tokens asked for" in render(
         run_of(replace(short, counted_by="chunks")), None
     )
+
+
+def test_the_table_says_that_a_piece_is_several_tokens() -> None:
+    several = replace(record(1.0, 2.0), num_output_tokens=8)
+    note = "a piece held 3.0 output tokens on average: ITL is the time between pieces"
+    assert note in render(run_of(several, record(1.0), record(failure=Failure("timeout", ""))), None)
+    assert "a piece held" not in render(run_of(record(1.0, 2.0)), None)
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_measurement(
