@@ -112,6 +112,7 @@ class RequestRecord:
     sent: float
     arrivals: tuple[float, ...]
     finished: float
+    num_drawn_tokens: int  # of the prompt as it was made; as text it may be more or fewer
     num_prompt_tokens: int
     num_output_tokens: int
     num_wanted_tokens: int

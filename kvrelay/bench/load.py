@@ -121,6 +121,7 @@ class Load:
             sent=answer.sent - self._started,
             arrivals=tuple(arrival - self._started for arrival in answer.arrivals),
             finished=finished - self._started,
+            num_drawn_tokens=request.num_prompt_tokens,
             num_prompt_tokens=request.num_prompt_tokens
             if answer.num_prompt_tokens is None
             else answer.num_prompt_tokens,

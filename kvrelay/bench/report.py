@@ -8,6 +8,7 @@ from kvrelay.bench.summary import Distribution, Summary
 
 _STALL_SECONDS = 0.02  # shorter stalls of the client are not worth a note
 _MANY_PER_PIECE = 1.05  # fewer tokens in a piece are the odd one without text
+_PROMPT_GROWTH = 0.02  # room for a begin token
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _LATENCIES = (
     ("ttft", "TTFT"),
@@ -88,6 +89,8 @@ def _notes(result: RunResult) -> Iterator[str]:
     summary = result.summary
     if summary.cached_tokens:
         yield f"{summary.cached_tokens} prompt tokens came from the server's cache"
+    if abs(result.prompt_growth - 1) > _PROMPT_GROWTH:
+        yield f"the server counted {result.prompt_growth:.2f} times the prompt tokens that were asked for"
     if summary.counted_by != "usage":
         yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
     if result.tokens_per_piece > _MANY_PER_PIECE:

@@ -45,6 +45,13 @@ class RunResult:
         return self.client_cpu_seconds / tokens if tokens else None
 
     @property
+    def prompt_growth(self) -> float:
+        """Returns the prompt tokens that the server counted over those that were drawn; 1 without any."""
+        good = [record for record in self.records if record.failure is None]
+        drawn = sum(record.num_drawn_tokens for record in good)
+        return sum(record.num_prompt_tokens for record in good) / drawn if drawn else 1.0
+
+    @property
     def tokens_per_piece(self) -> float:
         """Returns how many output tokens a piece held on average, in requests that ended well; 0 without any."""
         good = [record for record in self.records if record.failure is None]

@@ -26,6 +26,7 @@ def record(
         sent=sent,
         arrivals=arrivals,
         finished=arrivals[-1] if arrivals else sent,
+        num_drawn_tokens=5,
         num_prompt_tokens=5,
         num_output_tokens=len(arrivals),
         num_wanted_tokens=len(arrivals) if wanted is None else wanted,

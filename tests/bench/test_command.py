@@ -261,6 +261,13 @@ def test_the_table_says_that_a_piece_is_several_tokens() -> None:
     assert "a piece held" not in render(run_of(record(1.0, 2.0)), None)
 
 
+def test_the_table_says_when_prompts_are_not_as_long_as_asked_for() -> None:
+    longer = replace(record(1.0), num_prompt_tokens=7)
+    note = "the server counted 1.20 times the prompt tokens that were asked for"
+    assert note in render(run_of(longer, record(2.0)), None)
+    assert "times the prompt tokens" not in render(run_of(record(1.0)), None)
+
+
 def test_files_that_cannot_be_written_are_refused_before_the_measurement(
     tmp_path: Path, unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
