@@ -101,6 +101,8 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"{summary.num_short} requests had fewer chunks than tokens asked for: cut short, or several in a chunk"
     if result.client_was_late:
         yield f"a request was sent {summary.latest_start * 1e3:.0f} ms late: this client could not keep up"
+    if result.max_concurrency is not None and len(result.records) < result.max_concurrency and not result.was_cut:
+        yield f"{len(result.records)} requests in all: there were never {result.max_concurrency} at a time"
     if result.longest_wait > LATE_SECONDS:
         wait = f"{result.longest_wait * 1e3:.0f} ms"
         yield f"with --concurrency a request was sent {wait} after its time: no latency includes this wait"

@@ -268,6 +268,12 @@ def test_the_table_says_when_prompts_are_not_as_long_as_asked_for() -> None:
     assert "times the prompt tokens" not in render(run_of(record(1.0)), None)
 
 
+def test_the_table_says_when_requests_are_fewer_than_may_run_at_a_time() -> None:
+    note = "2 requests in all: there were never 3 at a time"
+    assert note in render(run_of(record(1.0), record(2.0), max_concurrency=3), None)
+    assert "in all" not in render(run_of(record(1.0), record(2.0), max_concurrency=2), None)
+
+
 def test_files_that_cannot_be_written_are_refused_before_the_measurement(
     tmp_path: Path, unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
