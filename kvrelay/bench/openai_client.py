@@ -138,7 +138,8 @@ class OpenAIClient:
         if closed is not None and not answer.arrivals and answer.num_output_tokens:
             answer.arrivals.append(closed)  # a single token without text comes with the finish_reason
         if not finished:
-            answer.failure = Failure("ended early", "the stream ended without a finish_reason")
+            rest = f": {_error_text(parser.rest)}" if parser.rest else ""  # such as JSON in place of events
+            answer.failure = Failure("ended early", f"the stream ended without a finish_reason{rest}")
 
     def _text(self, choice: dict[str, Any]) -> str | None:
         """Returns the text that this event adds, or None if it only opens or closes the choice. A token may not have

@@ -12,6 +12,11 @@ class SseParser:
     def __init__(self) -> None:
         self._rest = b""
 
+    @property
+    def rest(self) -> bytes:
+        """Returns the bytes that belong to no complete event."""
+        return self._rest
+
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the data of the events that these bytes complete."""
         data = self._rest + data

@@ -228,6 +228,7 @@ async def test_events_may_arrive_in_any_pieces() -> None:
     ("pieces", "status", "kind", "message"),
     [
         ((PIECE,), 200, "ended early", "finish_reason"),
+        ((b'{"error":{"message":"no GPU left"}}',), 200, "ended early", "finish_reason: no GPU left"),
         ((LAST, DONE), 200, "no output", "no tokens"),
         ((b'{"error":{"message":"too long"}}',), 400, "http 400", "too long"),
         ((b"<html>gateway</html>",), 502, "http 502", "<html>gateway</html>"),
