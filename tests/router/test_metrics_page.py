@@ -42,6 +42,7 @@ async def test_metrics_count_requests_by_ending_tokens_and_latencies(tokenizer: 
     for line in (
         f'kvrelay:request_success_total{{finished_reason="stop",{label}}} 1.0',
         f'kvrelay:request_success_total{{finished_reason="length",{label}}} 1.0',
+        f'kvrelay:request_success_total{{finished_reason="abort",{label}}} 0.0',
         f'kvrelay:request_errors_total{{code="INVALID_ARGUMENT",{label}}} 2.0',
         f"kvrelay:prompt_tokens_total{{{label}}} {2 * num_prompt_tokens}.0",
         f"kvrelay:generation_tokens_total{{{label}}} {num_reply_tokens + 2}.0",
