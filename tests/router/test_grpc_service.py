@@ -56,8 +56,9 @@ def prompt(**fields: object) -> router_pb2.GenerateRequest:
 async def test_a_streamed_generation_has_every_chunk_and_ends_with_usage_and_trace(
     stub: Stub, relay: ScriptedRelay
 ) -> None:
-    messages = [message async for message in stub.GenerateStream(prompt(n=2, logprobs=2))]
+    messages = [message async for message in stub.GenerateStream(prompt(n=2, logprobs=2, prompt_logprobs=1))]
     *chunks, last = messages
+    assert len(chunks[0].prompt_logprobs) == last.usage.prompt_tokens - 1
     for index in range(2):
         outputs = [output for message in chunks for output in message.outputs if output.index == index]
         assert "".join(output.text for output in outputs) == REPLY
@@ -216,9 +217,13 @@ async def test_a_token_id_outside_the_vocabulary_is_not_detokenized(stub: Stub, 
 
 
 async def test_an_unknown_model_has_an_error_of_its_own(stub: Stub) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Tokenize(router_pb2.TokenizeRequest(text="x", model="other"))
-    assert isinstance(error_from_rpc(caught.value), UnknownModelError)
+    for call in (
+        stub.Generate(prompt(model="other")),
+        stub.Tokenize(router_pb2.TokenizeRequest(text="x", model="other")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert isinstance(error_from_rpc(caught.value), UnknownModelError)
 
 
 async def test_errors_of_the_relay_keep_their_class(stub: Stub, relay: ScriptedRelay) -> None:
