@@ -139,11 +139,11 @@ class SamplingParams:
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, got {value!r}", field=name)
         for pair in self.biases:
-            token_id, bias = _pair("logit_bias", pair)
-            _check_type("logit_bias", token_id, Integral, "a mapping from token ids")
-            _check_type("logit_bias", bias, Real, "a mapping to numbers")
-        for item in self.stop_token_ids:
-            _check_type("stop_token_ids", item, Integral, "token ids")
+            if type(pair) is not tuple or len(pair) != 2:
+                _check_pair("logit_bias", pair)
+        _check_types_of("logit_bias", [pair[0] for pair in self.biases], Integral, "a mapping from token ids")
+        _check_types_of("logit_bias", [pair[1] for pair in self.biases], Real, "a mapping to numbers")
+        _check_types_of("stop_token_ids", self.stop_token_ids, Integral, "token ids")
         for text in self.stop:
             _check_type("stop", text, str, "a string or several")
 
@@ -168,10 +168,15 @@ def _tuple(name: str, values: Iterable[object], most: int, wanted: str) -> tuple
     return entries
 
 
-def _pair(name: str, value: object) -> tuple[object, object]:
+def _check_pair(name: str, value: object) -> None:
     if not (isinstance(value, Sequence) and len(value) == 2):
         raise InvalidRequestError(f"{name} must be a mapping or pairs of token id and bias, got {value!r}", field=name)
-    return value[0], value[1]
+
+
+def _check_types_of(name: str, values: Sequence[object], wanted: type, words: str) -> None:
+    """Checks each type once: there may be very many values, and an abstract class is slow to ask."""
+    for value in {type(value): value for value in reversed(values)}.values():
+        _check_type(name, value, wanted, words)
 
 
 def _check_type(name: str, value: object, wanted: type, words: str) -> None:
