@@ -15,7 +15,7 @@ class Detokenizer:
     """The decoder of one sequence: `push` takes each token in order, then `flush` is called once. After a stop string
     has matched (`stopped_by`), neither may be called. The prompt's tokens are context, and no part of the text."""
 
-    __slots__ = ("_held", "_include_stop", "_stop", "_text", "stopped_by")
+    __slots__ = ("_beginnings", "_first_chars", "_held", "_include_stop", "_stop", "_text", "stopped_by")
 
     def __init__(
         self,
@@ -28,8 +28,12 @@ class Detokenizer:
     ) -> None:
         self._text = text_stream(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
+        self._first_chars = frozenset(string[0] for string in self._stop)
         self._include_stop = include_stop
         self._held = ""
+        # Where in `_held` each stop string may begin, at the earliest. Only this is looked at again when more text
+        # comes: otherwise a client could choose stop strings that cost milliseconds with every token.
+        self._beginnings = [0] * len(self._stop)
         self.stopped_by: str | None = None
 
     @property
@@ -51,26 +55,30 @@ class Detokenizer:
         return self._filter(text) + self._held
 
     def _filter(self, text: str) -> str:
+        if not self._held and self._first_chars.isdisjoint(text):
+            return text
         known = self._held + text
         ends: list[tuple[int, int, str]] = []
-        split = len(known)
-        for stop in self._stop:
-            if stop in known:
-                ends.append((known.index(stop) + len(stop), -len(stop), stop))
-            elif stop[0] in known:
-                split = min(split, _first_beginning(stop, known))
+        for number, stop in enumerate(self._stop):
+            start = known.find(stop, self._beginnings[number])
+            if start >= 0:
+                ends.append((start + len(stop), -len(stop), stop))
+            else:
+                self._beginnings[number] = _first_beginning(stop, known, self._beginnings[number])
         if ends:
             end, _, self.stopped_by = min(ends)
             self._held = ""
             return known[: end if self._include_stop else end - len(self.stopped_by)]
+        split = min(self._beginnings)
         self._held = known[split:]
+        self._beginnings = [beginning - split for beginning in self._beginnings]
         return known[:split]
 
 
-def _first_beginning(stop: str, text: str) -> int:
-    """Returns where the longest end of `text` that is a beginning of `stop` starts; the length of `text` if there is
-    none."""
-    start = text.find(stop[0], max(0, len(text) - len(stop)))
+def _first_beginning(stop: str, text: str, earliest: int) -> int:
+    """Returns where, from `earliest` on, the longest end of `text` that is a beginning of `stop` starts; the length of
+    `text` if there is none."""
+    start = text.find(stop[0], max(earliest, len(text) - len(stop)))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
     return start if start >= 0 else len(text)

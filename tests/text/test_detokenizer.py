@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,23 @@ async def test_without_check_stop_a_stop_string_is_text(tokenizer: Tokenizer) ->
     assert text == "ab"
     assert [detokenizer.push(token_id) for token_id in rest[1:]] == ["", ""]
     assert detokenizer.stopped_by == "ab"
+
+
+def test_a_place_where_no_stop_string_begins_is_not_looked_at_again(tokenizer: Tokenizer) -> None:
+    """Otherwise each token of a long run would cost as much as the whole run."""
+
+    class Stop(str):
+        num_looks = 0
+
+        def startswith(self, *args: Any) -> bool:
+            Stop.num_looks += 1
+            return super().startswith(*args)
+
+    text = "a" * 900
+    stop = ("a" * 1000, Stop("a" * 100 + "b" * 900))  # the first one holds everything back
+    pieces, _ = run(tokenizer, one_token_per_byte(tokenizer, text), stop=stop)
+    assert pieces == [""] * 900 + [text]
+    assert Stop.num_looks <= 2 * len(text)
 
 
 @pytest.mark.parametrize("seed", range(40))
