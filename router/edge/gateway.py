@@ -6,8 +6,10 @@ wrong.
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -152,7 +154,8 @@ class _Gateway:
         with self._edge.counting_errors():
             body = TokenizeBody.parse(data)
             prompt = body.wanted()
-        token_ids, max_model_len = await self._edge.tokenize(prompt, body.model)
+        work = self._edge.tokenize(prompt, body.model)
+        token_ids, max_model_len = await until_disconnect(request.receive, work)
         answer: Json = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids)}
         if body.return_token_strs:
             answer["token_strs"] = await in_turns(self._edge.tokenizer.token_text, token_ids)
@@ -198,8 +201,26 @@ class _Gateway:
         echoed: Sequence[TextPrompt | TokenPrompt] = (),
         only_echoes: bool = False,
     ) -> Response:
-        """Admits all prompts of a call, before any of them runs, and answers with their outputs, which follow the
-        `echoed` prompts."""
+        """Answers with the outputs of all prompts of a call, which follow the `echoed` prompts. If the client leaves,
+        the work for it ends, even while its prompts are tokenised."""
+        begin = partial(self._begin, request, clients, shape, kind, echoed=echoed, only_echoes=only_echoes)
+        if body.stream:
+            usage, continuous = body.include_usage, body.continuous_usage
+            return EventStream(_streamed(begin, include_usage=usage, continuous_usage=continuous))
+        whole = await until_disconnect(request.receive, _whole(begin))
+        return Response(whole, media_type="application/json")
+
+    async def _begin(
+        self,
+        request: Request,
+        clients: Sequence[ClientRequest],
+        shape: Format,
+        kind: str,
+        *,
+        echoed: Sequence[TextPrompt | TokenPrompt],
+        only_echoes: bool,
+    ) -> HttpGeneration:
+        """Admits all prompts of a call, before any of them runs."""
         response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
         ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
         routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
@@ -211,14 +232,7 @@ class _Gateway:
             )
         shape.echoes = await echoes(self._edge.tokenizer, echoed)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
-        generation = HttpGeneration(self._edge, routed, shape, envelope, only_echoes=only_echoes)
-        if body.stream:
-            usage, continuous = body.include_usage, body.continuous_usage
-            return EventStream(
-                generation.stream(include_usage=usage, continuous_usage=continuous, error_body=_error_body)
-            )
-        whole = await until_disconnect(request.receive, generation.whole())
-        return Response(whole, media_type="application/json")
+        return HttpGeneration(self._edge, routed, shape, envelope, only_echoes=only_echoes)
 
     def _model_card(self) -> Json:
         return {
@@ -228,6 +242,20 @@ class _Gateway:
             "owned_by": "kvrelay",
             "max_model_len": self._edge.relay.served_model().max_model_len,
         }
+
+
+async def _whole(begin: Callable[[], Awaitable[HttpGeneration]]) -> bytes:
+    return await (await begin()).whole()
+
+
+async def _streamed(
+    begin: Callable[[], Awaitable[HttpGeneration]], *, include_usage: bool, continuous_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    generation = await begin()
+    stream = generation.stream(include_usage=include_usage, continuous_usage=continuous_usage, error_body=_error_body)
+    async with aclosing(stream) as events:
+        async for event in events:
+            yield event
 
 
 def _error_body(error: KVRelayError) -> Json:

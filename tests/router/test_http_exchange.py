@@ -1,10 +1,14 @@
 """An HTTP exchange with a client that neither reads nor leaves, or sends too slowly."""
 
 import asyncio
+import json
 import socket
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -13,9 +17,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.http_exchange import BODY_BYTES_PER_SECOND, EventStream, read_json_body, until_disconnect
 from router.edge.http_protocol import ABORT, MAX_WAITING
-from tests.router.edge_parts import http_server
+from tests.router.edge_parts import ScriptedRelay, http_server
+from tests.router.gateway_client import serving
 
 PATIENCE = 10.0
 
@@ -221,3 +227,46 @@ async def test_however_many_requests_are_sent_at_once_few_wait_and_all_are_answe
             assert (await asyncio.wait_for(reader.readuntil(path), PATIENCE)).startswith(b"HTTP/1.1 200")
         writer.close()
     assert most_waiting <= MAX_WAITING + read_bytes // request_bytes
+
+
+class _Busy(ThreadPoolExecutor):
+    """Threads of which none is free until `free` is called. `waits` is set when something waits for one."""
+
+    def __init__(self) -> None:
+        self.waits = asyncio.Event()
+        self.work: list[Future[Any]] = []
+        super().__init__(max_workers=1)
+        self._may_work = threading.Event()
+        super().submit(self._may_work.wait)
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.waits.set()
+        self.work.append(super().submit(*args, **kwargs))
+        return self.work[-1]
+
+    def free(self) -> None:
+        self._may_work.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/completions", {}), ("/v1/completions", {"stream": True}), ("/tokenize", {})]
+)
+async def test_the_prompt_of_a_client_that_has_left_is_not_tokenised(
+    tokenizer: Tokenizer, path: str, more: dict[str, object]
+) -> None:
+    """Otherwise the long prompts of all others would wait for it."""
+    threads = _Busy()
+    asyncio.get_running_loop().set_default_executor(threads)
+    body = json.dumps({"prompt": "x" * (LONG_TEXT_CHARS + 1), **more}).encode()
+    try:
+        async with serving(ScriptedRelay(tokenizer)) as gateway:
+            _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            writer.write(b"POST %s HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(body), body))
+            await asyncio.wait_for(threads.waits.wait(), PATIENCE)
+            writer.close()
+            async with asyncio.timeout(PATIENCE):
+                while not all(future.cancelled() for future in threads.work):
+                    await asyncio.sleep(0.001)
+            assert gateway.relay.requests == []
+    finally:
+        threads.free()
