@@ -6,6 +6,7 @@ Invariant: the event loop turns after a few tokens, and all choices of a prompt 
 import asyncio
 from collections.abc import Sequence
 
+from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.turns import in_turns
@@ -14,16 +15,30 @@ from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import CompletionFormat, Echo, to_json
 from router.edge.validation import TextPrompt, TokenPrompt
 
+# Of one answer. With an `n` of 128, that to a body of a few megabytes would otherwise have more than a gigabyte.
+MAX_CHARS = 2**26
 
-async def echoes(tokenizer: Tokenizer, prompts: Sequence[TextPrompt | TokenPrompt]) -> list[Echo]:
-    """Returns the prompts as texts, without log-probabilities."""
+
+async def echoes(
+    tokenizer: Tokenizer, prompts: Sequence[TextPrompt | TokenPrompt], *, num_copies: int = 1
+) -> list[Echo]:
+    """Returns the prompts as texts, without log-probabilities. Raises InvalidRequestError if one answer would have too
+    many characters with `num_copies` of each."""
     found: list[Echo] = []
+    num_chars = 0
     for prompt in prompts:
         if isinstance(prompt, TextPrompt):
             found.append(Echo(prompt.text))
         else:
             found.append(Echo(tokenizer.decode(prompt.token_ids, skip_special_tokens=False)))
             await asyncio.sleep(0)  # a hundred of them may be long
+        num_chars += num_copies * len(found[-1].text)
+        if num_chars > MAX_CHARS:
+            raise InvalidRequestError(
+                f"echo would repeat more than {MAX_CHARS} characters of prompts in one answer: ask for fewer prompts "
+                "at a time, or for an n of 1",
+                field="echo",
+            )
     return found
 
 

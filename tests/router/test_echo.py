@@ -145,6 +145,19 @@ async def test_the_loop_turns_between_prompts_whose_texts_are_repeated(tokenizer
         assert num_turns() >= 30
 
 
+@pytest.mark.parametrize("prompt", ["xxxxx", [5] * 5])
+async def test_one_answer_repeats_a_bounded_number_of_characters(
+    gateway: Gateway, prompt: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.edge.echo.MAX_CHARS", 5 * 12)
+    body = {**COMPLETION, "echo": True, "max_tokens": 0}
+    for num_prompts, n in ((12, 1), (1, 12), (3, 4)):
+        await whole(gateway, body | {"prompt": [prompt] * num_prompts, "n": n})
+    for num_prompts, n in ((13, 1), (1, 13), (4, 4)):
+        response = await gateway.post("/v1/completions", body | {"prompt": [prompt] * num_prompts, "n": n})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "echo"
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
