@@ -1,6 +1,8 @@
 """Bodies of the OpenAI API: what is read of a wrong one."""
 
+import gc
 import json
+from contextlib import nullcontext
 
 import pytest
 from pydantic import ValidationError
@@ -38,3 +40,24 @@ def test_biases_are_read_up_to_the_first_wrong_one(wrong: object) -> None:
     with pytest.raises(InvalidRequestError, match="the bias of '6' is not a number") as refused:
         body.sampling(logprobs=None)
     assert refused.value.field == "logit_bias"
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [5]}, {"n": "1"}])
+def test_no_garbage_is_looked_for_while_a_body_becomes_objects(more: dict[str, object]) -> None:
+    """With each quarter that there is more of them, the collector would look at all of them again."""
+    phases: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
+
+    data = json.dumps({"prompt": "hello", "ignored": [[]] * 100_000, **more}).encode()
+    gc.callbacks.append(note)
+    try:
+        with pytest.raises(InvalidRequestError) if more else nullcontext():
+            body = CompletionBody.parse(data)
+            assert body.prompt == "hello" and not body.model_extra
+        num_phases = len(phases)
+    finally:
+        gc.callbacks.remove(note)
+    assert num_phases <= 4, "one or two collections before or after it"
+    assert gc.isenabled()
