@@ -6,6 +6,7 @@ pure function of one row.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ EXCLUDED = -80.0
 normal float32."""
 
 _NUM_BUCKETS = 256
+_FEW = 4096  # so many tokens are sorted in less time than it takes to look at a vocabulary several times
 
 
 def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -25,14 +27,18 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     `scores` is `[vocab_size]` float32: logits after temperature, shifted so that the largest is 0 and none is below
     EXCLUDED. It is not written to.
     """
-    if 0 < params.top_k < scores.numel():
-        kept = most_likely(scores, params.top_k)
+    top_k = params.top_k if params.top_k < scores.numel() else 0
+    if 0 < top_k <= _FEW:
+        kept = most_likely(scores, top_k)
         if params.top_p < 1.0:
             weights = scores[kept].exp().to(torch.float64)
             kept = kept[: _num_to_reach(params.top_p * weights.sum(), weights)]
         scores = torch.full_like(scores, EXCLUDED).index_copy_(0, kept, scores[kept])
-    elif params.top_p < 1.0:
-        scores = _nucleus(scores, params.top_p)
+    else:
+        if top_k > 0:
+            scores = _largest(scores, top_k)
+        if params.top_p < 1.0:
+            scores = _nucleus(scores, params.top_p)
     if params.min_p > 0.0:
         scores = torch.where(scores < math.log(params.min_p), EXCLUDED, scores)
     return scores
@@ -50,6 +56,15 @@ def most_likely(scores: Tensor, k: int) -> Tensor:
         ids = (scores >= largest.values[k]).nonzero().squeeze(-1)
     order = scores[ids].sort(descending=True, stable=True).indices
     return ids[order[:k]]
+
+
+def _largest(scores: Tensor, k: int) -> Tensor:
+    """Keeps the `k` largest scores, those of lower ids among equals, and excludes all others. Nothing is sorted: for
+    most of a vocabulary, that would take longer than a step of a small model."""
+    smallest = float(np.partition(scores.numpy(), -k)[-k])
+    num_larger = int((scores > smallest).sum())
+    equal = (scores == smallest).nonzero().squeeze(-1)
+    return torch.where(scores < smallest, EXCLUDED, scores).index_fill_(0, equal[k - num_larger :], EXCLUDED)
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:

@@ -230,6 +230,18 @@ def test_limits_keep_the_reference_set(spread: float, ties: bool) -> None:
         assert kept == [probability > 0 for probability in probabilities], params
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_limits_keep_the_reference_set_of_most_of_a_large_vocabulary(top_p: float, ties: bool) -> None:
+    logits = make_logits(3, vocab_size=6000, ties=ties)[0] * 0.2  # so flat that thousands of tokens reach `top_p`
+    scores = logits - logits.max()
+    for top_k in (4096, 4097, 5999):
+        params = SamplingParams(top_k=top_k, top_p=top_p)
+        kept = (truncate(scores, params) > EXCLUDED).tolist()
+        probabilities = reference_probabilities(scores.to(torch.float64).tolist(), params)
+        assert kept == [probability > 0 for probability in probabilities], params
+
+
 def test_nucleus_at_exact_boundaries() -> None:
     scores = torch.tensor([0.5, 0.25, 0.125, 0.125]).log() - math.log(0.5)
     for top_p, num_kept in ((0.01, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.9, 4), (1.0, 4)):
