@@ -33,7 +33,7 @@ class EventLog:
         self._held: set[BlockHash] = set()
         self._sequence = 0
         self._load = load
-        self._waiters: list[asyncio.Future[None]] = []
+        self._news = asyncio.Event()  # never left set: it wakes those that wait at the moment
         self._version = 0
         self.closed = False
 
@@ -62,10 +62,8 @@ class EventLog:
         self._wake_watchers()
 
     def _wake_watchers(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        self._news.set()
+        self._news.clear()
 
     def since(self, sequence: int | None) -> LogUpdate:
         """Returns the changes after `sequence`, or every block held if that is None or not in the log any more."""
@@ -88,11 +86,5 @@ class EventLog:
         """Waits until anything, the load included, is newer than `version`, or the log is closed; returns the present
         version."""
         while self._version <= version and not self.closed:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in self._waiters:  # cancelled, not woken
-                    self._waiters.remove(waiter)
+            await self._news.wait()
         return self._version
