@@ -35,7 +35,6 @@ from bench.gpu.parts import PARTS, Suite  # noqa: E402
 from bench.gpu.report import Record, Result, read_records, table  # noqa: E402
 from bench.gpu.task import run_tasks  # noqa: E402
 
-_logger = logging.getLogger("gpu_suite")
 _END_SECONDS = 15.0  # that a part may take beyond its budget, to end the case it is in
 _CASE_SECONDS = 300.0  # a case that takes longer hangs: its part is ended, so that the others still run
 

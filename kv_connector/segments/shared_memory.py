@@ -6,7 +6,6 @@ Invariant: only the worker thread touches peers' mappings. Our slots are filled 
 from any thread.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +30,6 @@ _SLICE_BYTES = 16 << 20  # a few milliseconds of copying
 # take the interpreter from the engine twice. Blocks that a decode step has just filled are no more.
 _AT_ONCE_BYTES = 512 << 10
 _AT_ONCE_BLOCKS = 32
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

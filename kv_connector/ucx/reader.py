@@ -8,7 +8,6 @@ connection was cut and UCX has given the buffers back (see `Link.close`).
 
 import asyncio
 import ipaddress
-import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +45,6 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 
 LANES = 2  # one Ask is verified while the next one travels
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ class MappedDevice:
     """Implements PeerMemory."""
 
     def __init__(self, memory: mmap.mmap, block_bytes: int) -> None:
-        self.memory = memory
         self.rows: Rows = np.frombuffer(memory, np.uint8).reshape(-1, block_bytes)
         self.closed = False
 

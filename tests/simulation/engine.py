@@ -44,7 +44,6 @@ class DigestRunner:
 
     def __init__(self, memory: memoryview, block_size: int, *, samples_later: bool = False) -> None:
         self._samples_later = samples_later
-        self.num_computed_tokens = 0
         self._memory = memory
         self._block_size = block_size
         self._block_bytes = block_size * SLOT_BYTES
@@ -56,7 +55,6 @@ class DigestRunner:
             self._memory[self._block(target)] = self._memory[self._block(source)]
         for entry in entries:
             self._write(entry)
-        self.num_computed_tokens += plan.num_scheduled_tokens
         if self._samples_later:
             return SamplingStep(partial(self._sample_all, entries))
         return FinishedStep(self._sample_all(entries))
