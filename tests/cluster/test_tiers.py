@@ -36,10 +36,10 @@ async def stored(node: Node) -> None:
     await settled(node.connector)
 
 
-async def forget(running: Cluster, node_id: str) -> None:
-    """Empties the node's prefix cache."""
+async def forget(running: Cluster) -> None:
+    """Empties the decode node's prefix cache."""
     await running.wait_idle()
-    await running.node(node_id).engine_thread.call(_evict_all)
+    await running.node("decode-0").engine_thread.call(_evict_all)
 
 
 def _evict_all(engine: Engine) -> None:
@@ -59,7 +59,7 @@ async def test_hits_that_redis_has_lost_are_offered_again(
     async with cluster(model, connector=connector, redis_url=redis_server.url) as running:
         first = await running.generate(PROMPT, max_tokens=8)
         assert first.how.num_transferred_blocks == NUM_BLOCKS
-        await forget(running, "decode-0")
+        await forget(running)
         await stored(running.node("prefill-0"))
         with redis.Redis.from_url(redis_server.url) as client:
             client.flushall()
@@ -77,7 +77,7 @@ async def test_redis_serves_where_shared_memory_does_not_reach(
     options: dict[str, Any] = {"connector": "shared_memory,redis", "redis_url": redis_server.url}
     async with cluster(model, **options) as running:
         await check_agrees(running, reference, [PROMPT], 8)
-        await forget(running, "decode-0")
+        await forget(running)
         await stored(running.node("prefill-0"))
         decode = tiers(running.node("decode-0"))
         decode._host = "0123456789abcdef"  # has been carried to another machine

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.core.option_types import DTypeName
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout, scales_digest
 from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales, largest_values
 from kvrelay.engine.loading.checkpoint import open_checkpoint
@@ -43,8 +42,8 @@ def with_scales(llama: Path, tmp_path: Path) -> Path:
     return shutil.copytree(llama, tmp_path / "scaled")
 
 
-def _load(directory: Path, *, dtype: DTypeName = "auto", backend: BackendName = "auto") -> LoadedModel:
-    return load_model(str(directory), dtype=dtype, attention=select_backend(backend), max_model_len=None)
+def _load(directory: Path, *, backend: BackendName = "auto") -> LoadedModel:
+    return load_model(str(directory), dtype="auto", attention=select_backend(backend), max_model_len=None)
 
 
 def _add(directory: Path, tensors: dict[str, Tensor]) -> None:

@@ -20,10 +20,6 @@ ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 49, 64, 70, 200]
 MOST_ROWS = 200
 
 
-def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    product(x, weight, bias).check(actual)
-
-
 @dataclass(frozen=True, slots=True)
 class Product:
     """A product in float64. The error that is `allowed` is measured on the scale of what was summed."""
@@ -86,7 +82,7 @@ def test_more_rows_than_a_cache_holds(instruction_set: str, num_threads: int) ->
 def test_strided_rows(num_rows: int, num_inputs: int, instruction_set: str) -> None:
     weight = torch.randn(96, num_inputs).bfloat16()
     x = torch.randn(num_rows, 640).bfloat16()[:, 100 : 100 + num_inputs]
-    assert_product(multiply(x, by_hand(weight)), x, weight)
+    product(x, weight, None).check(multiply(x, by_hand(weight)))
 
 
 def test_a_row_is_the_same_with_any_others_and_on_any_number_of_threads(instruction_set: str) -> None:

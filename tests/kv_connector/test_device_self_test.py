@@ -90,13 +90,13 @@ class Shifting(SlowDevice):
         super().to_host([BlockCopy(rest[0].block_id, first.slot), *rest])
 
 
-def staging_of(layout: KVLayout, num_blocks: int) -> PoolBuffer:
-    return PoolBuffer(memoryview(bytearray(num_blocks * layout.block_bytes)), layout, num_blocks)
+def staging_of(num_blocks: int) -> PoolBuffer:
+    return PoolBuffer(memoryview(bytearray(num_blocks * LAYOUT.block_bytes)), LAYOUT, num_blocks)
 
 
 def test_a_device_gets_back_what_it_was_given() -> None:
     for num_blocks, slots in ((64, 64), (2, 64), (64, 8)):
-        device, staging = SlowDevice(num_blocks, LAYOUT.block_bytes), staging_of(LAYOUT, slots)
+        device, staging = SlowDevice(num_blocks, LAYOUT.block_bytes), staging_of(slots)
         device.attach(staging)
         report = check_device(device, staging)
         assert not report.problem and report.bytes_per_second > 0
@@ -104,11 +104,11 @@ def test_a_device_gets_back_what_it_was_given() -> None:
 
 
 def test_a_device_that_mixes_up_blocks_or_fails_is_found() -> None:
-    shifting, staging = Shifting(64, LAYOUT.block_bytes), staging_of(LAYOUT, 64)
+    shifting, staging = Shifting(64, LAYOUT.block_bytes), staging_of(64)
     shifting.attach(staging)
     report = check_device(shifting, staging)
     assert report.is_wrong and report.problem.startswith("1 of 4 blocks")
-    broken, staging = SlowDevice(64, LAYOUT.block_bytes), staging_of(LAYOUT, 64)
+    broken, staging = SlowDevice(64, LAYOUT.block_bytes), staging_of(64)
     broken.attach(staging)
     broken.broken = True
     assert check_device(broken, staging).problem == "the device is gone"

@@ -19,10 +19,10 @@ SMALL = 8 * LAYOUT.block_bytes  # 2 slots for what arrives, 6 for copies
 class Pair:
     """A holder and a reader of 64 blocks, each on a device."""
 
-    def __init__(self, staging_bytes: int) -> None:
+    def __init__(self) -> None:
         hub = InProcessHub()
         self.owner, self.peer = (
-            DeviceNode(InProcessConnector(hub), name, 64, LAYOUT, EPOCH, staging_bytes=staging_bytes)
+            DeviceNode(InProcessConnector(hub), name, 64, LAYOUT, EPOCH, staging_bytes=SMALL)
             for name in ("owner", "peer")
         )
 
@@ -32,7 +32,7 @@ class Pair:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    made = Pair(SMALL)
+    made = Pair()
     yield made
     for node in (made.owner, made.peer):
         node.device.gate.set()
@@ -214,7 +214,7 @@ async def test_publications_beyond_the_slots_raise(pair: Pair) -> None:
 
 
 async def test_closing_waits_for_the_device_and_then_nothing_moves() -> None:
-    pair = Pair(SMALL)
+    pair = Pair()
     await write_and_publish(pair.owner, blocks(1))
     pair.peer.device.gate.clear()
     fetch = asyncio.create_task(pair.fetch(1))
