@@ -8,14 +8,14 @@ from collections.abc import Callable
 RecomputeSeconds = Callable[[int], float | None]
 """Returns the seconds that this node would take to compute so many tokens; None while that is unknown."""
 
+_NEWEST_WEIGHT = 0.2  # of a sample in the average
 _TRIAL_EVERY = 16  # one refused fetch in so many goes ahead, since the store's rate is not measured otherwise
 
 
 class Rate:
     """Units per second: an exponentially weighted average over samples."""
 
-    def __init__(self, weight: float = 0.2) -> None:
-        self._weight = weight  # of the newest sample
+    def __init__(self) -> None:
         self._value: float | None = None
 
     @property
@@ -27,7 +27,7 @@ class Rate:
         if units <= 0 or seconds <= 0:
             return
         sample = units / seconds
-        self._value = sample if self._value is None else self._value + self._weight * (sample - self._value)
+        self._value = sample if self._value is None else self._value + _NEWEST_WEIGHT * (sample - self._value)
 
 
 def is_worth_fetching(num_bytes: int, bytes_per_second: float | None, recompute_seconds: float | None) -> bool:

@@ -8,7 +8,6 @@ most one is under way.
 """
 
 import logging
-from random import Random
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
@@ -17,22 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class CircuitBreaker:
-    """The breaker of one server, used from one loop. `name` is for the log. Waits are in seconds."""
+    """The breaker of one server, used from one loop. `name` is for the log."""
 
-    def __init__(
-        self,
-        name: str,
-        clock: Clock,
-        *,
-        threshold: int = 3,
-        first_wait: float = 0.5,
-        longest_wait: float = 30.0,
-        random: Random | None = None,
-    ) -> None:
+    def __init__(self, name: str, clock: Clock, *, threshold: int = 3) -> None:
         self._name = name
         self._clock = clock
         self._threshold = threshold
-        self._backoff = Backoff(first=first_wait, longest=longest_wait, random=random)
+        self._backoff = Backoff(first=0.5, longest=30.0)
         self._failures = 0
         self._retry_at: float | None = None  # None: closed
         self._trial: object | None = None  # the attempt that an open breaker has admitted

@@ -17,31 +17,22 @@ from kvrelay.core.errors import (
 )
 
 _logger = logging.getLogger(__name__)
+_MAX_FAILURES = 5
+_FIRST_SECONDS, _LONGEST_SECONDS = 5.0, 60.0
 _NOT_THE_NODES_FAULT = (InvalidRequestError, CancelledByPeerError, DeadlineError, OverloadedError)
 
 
 class Outlier:
-    """The record of one node's failures; logs call the node `name`. After `max_failures` failures in a row it is
-    ejected for about `first` seconds. If the first request after that fails, it is ejected at once for about twice as
-    long as before, at most `longest` seconds. `random` varies the times, so that several routers do not come back
-    together."""
+    """The record of one node's failures; logs call the node `name`. After five failures in a row it is ejected for
+    about five seconds. If the first request after that fails, it is ejected at once for about twice as long as before,
+    at most a minute. `random` varies the times, so that several routers do not come back together."""
 
-    def __init__(
-        self,
-        name: str,
-        clock: Clock,
-        *,
-        max_failures: int = 5,
-        first: float = 5.0,
-        longest: float = 60.0,
-        random: Random | None = None,
-    ) -> None:
+    def __init__(self, name: str, clock: Clock, random: Random) -> None:
         self.num_ejections = 0
         self._name = name
         self._clock = clock
-        self._max_failures = max_failures
         self._num_failures = 0
-        self._backoff = Backoff(first=first, longest=longest, jitter=0.25, random=random)
+        self._backoff = Backoff(first=_FIRST_SECONDS, longest=_LONGEST_SECONDS, jitter=0.25, random=random)
         self._ejected_until = clock.now()
 
     @property
@@ -54,7 +45,7 @@ class Outlier:
         if isinstance(error, _NOT_THE_NODES_FAULT) or self.is_ejected:
             return
         self._num_failures += 1
-        if self._num_failures < self._max_failures:
+        if self._num_failures < _MAX_FAILURES:
             return
         wait = self._backoff.next()
         self._ejected_until = self._clock.now() + wait

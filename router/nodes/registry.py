@@ -86,7 +86,7 @@ class Registry:
         return (*self.prefill, *self.decode)
 
     def _handle(self, address: str, role: NodeRole) -> NodeHandle:
-        outlier = Outlier(f"{role.value} node {address}", self.clock, random=self._random)
+        outlier = Outlier(f"{role.value} node {address}", self.clock, self._random)
         return NodeHandle(address, role, self._connect(address), outlier)
 
     def start(self) -> None:

@@ -10,13 +10,13 @@ def test_only_a_fetch_faster_than_computing_is_worth_it() -> None:
 
 
 def test_a_rate_is_the_weighted_average_of_its_samples() -> None:
-    rate = Rate(weight=0.5)
+    rate = Rate()
     rate.observe(0, 1.0)
     rate.observe(1, 0.0)
     assert rate.per_second is None
     rate.observe(100, 1.0)
     rate.observe(300, 1.0)
-    assert rate.per_second == 200
+    assert rate.per_second == 140
 
 
 def test_a_closed_gate_lets_one_fetch_in_sixteen_through_and_opens_when_that_is_fast() -> None:

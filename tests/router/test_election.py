@@ -16,7 +16,7 @@ NOW = 1000.0
 
 
 def node(name: str, block_size: int, *, heard_at: float | None = NOW) -> NodeHandle:
-    handle = NodeHandle(name, NodeRole.DECODE, cast(Any, None), Outlier(name, MonotonicClock(), random=Random(0)))
+    handle = NodeHandle(name, NodeRole.DECODE, cast(Any, None), Outlier(name, MonotonicClock(), Random(0)))
     handle.heard_at = heard_at
     handle.description = NodeDescription(
         role=NodeRole.DECODE,

@@ -1,5 +1,7 @@
 """When a node is ejected for failing its requests, and for how long."""
 
+from random import Random
+
 import pytest
 
 from kvrelay.core.errors import (
@@ -16,7 +18,7 @@ from tests.manual_clock import ManualClock
 
 def make() -> tuple[Outlier, ManualClock]:
     clock = ManualClock()
-    return Outlier("decode node x", clock, max_failures=3, first=4.0, longest=10.0), clock
+    return Outlier("decode node x", clock, Random(0)), clock
 
 
 def fail(outlier: Outlier, times: int) -> None:
@@ -26,23 +28,23 @@ def fail(outlier: Outlier, times: int) -> None:
 
 def test_failures_in_a_row_eject() -> None:
     outlier, clock = make()
-    fail(outlier, 2)
+    fail(outlier, 4)
     outlier.succeeded()
-    fail(outlier, 2)
+    fail(outlier, 4)
     assert not outlier.is_ejected
     outlier.failed(UnavailableError("gone"))
     assert outlier.is_ejected and outlier.num_ejections == 1
-    clock.seconds += 2.9
+    clock.seconds += 3.7
     assert outlier.is_ejected, "three quarters of it at least"
-    clock.seconds += 1.2
+    clock.seconds += 1.4
     assert not outlier.is_ejected
 
 
 def test_one_more_failure_ejects_for_twice_as_long_and_one_success_forgives() -> None:
     outlier, clock = make()
-    fail(outlier, 3)
-    for shortest, longest in ((6.0, 8.0), (7.5, 10.0), (7.5, 10.0)):
-        clock.seconds += 10.0
+    fail(outlier, 5)
+    clock.seconds += 5.1
+    for shortest, longest in ((7.5, 10.0), (15.0, 20.0), (30.0, 40.0), (45.0, 60.0), (45.0, 60.0)):
         assert not outlier.is_ejected
         fail(outlier, 1)
         clock.seconds += shortest - 0.01
@@ -50,12 +52,12 @@ def test_one_more_failure_ejects_for_twice_as_long_and_one_success_forgives() ->
         clock.seconds += longest - shortest + 0.02
         assert not outlier.is_ejected
     outlier.succeeded()
-    fail(outlier, 2)
+    fail(outlier, 4)
     assert not outlier.is_ejected
     fail(outlier, 1)
-    clock.seconds += 4.1
+    clock.seconds += 5.1
     assert not outlier.is_ejected, "the time has begun anew too"
-    assert outlier.num_ejections == 5
+    assert outlier.num_ejections == 7
 
 
 def test_requests_that_end_during_an_ejection_do_not_count() -> None:
@@ -63,7 +65,7 @@ def test_requests_that_end_during_an_ejection_do_not_count() -> None:
     fail(outlier, 20)
     outlier.succeeded()
     assert outlier.is_ejected and outlier.num_ejections == 1
-    clock.seconds += 4.1
+    clock.seconds += 5.1
     assert not outlier.is_ejected
     fail(outlier, 1)
     assert outlier.is_ejected, "the success did not count"
@@ -79,6 +81,6 @@ def test_errors_that_are_not_the_nodes_fault_do_not_count(error: type[KVRelayErr
 
 def test_a_reset_forgets_failures_and_ejections() -> None:
     outlier, _ = make()
-    fail(outlier, 3)
+    fail(outlier, 5)
     outlier.reset()
     assert not outlier.is_ejected
