@@ -27,8 +27,6 @@ from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 
-_CHECK_SECONDS = 1.0  # between two checks whether the owners of mapped pools live
-
 _logger = logging.getLogger(__name__)
 
 
@@ -78,7 +76,7 @@ class CudaIpcConnector:
             pool.memory.copy_from(peer.memory, [BlockCopy(*pair) for pair in zip(block_ids, slots, strict=True)])
             return pool.memory.digests(block_ids)
 
-        peers = MappedPeers(partial(self._open_peer, pool), pool, check_interval=_CHECK_SECONDS)
+        peers = MappedPeers(partial(self._open_peer, pool), pool)
         reader = SegmentReader(
             pool, peers, copy, thread=pool, slice_bytes=pool.slice_bytes, stats=self.stats, clock=self._clock
         )

@@ -21,6 +21,8 @@ from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.tasks import end_tasks
 
+_CHECK_SECONDS = 1.0  # between two checks whether the owners live
+
 _logger = logging.getLogger(__name__)
 
 
@@ -38,15 +40,11 @@ PeerT = TypeVar("PeerT", bound=MappedPeer)
 
 
 class MappedPeers(Generic[PeerT]):
-    """The mapped peers. `open_peer`, called on the connector's `thread`, maps a peer or returns why it cannot.
-    `check_interval`: seconds between two checks whether the owners live."""
+    """The mapped peers. `open_peer`, called on the connector's `thread`, maps a peer or returns why it cannot."""
 
-    def __init__(
-        self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions, *, check_interval: float
-    ) -> None:
+    def __init__(self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions) -> None:
         self._open_peer = open_peer
         self._thread = thread
-        self._check_interval = check_interval
         self._peers: dict[str, PeerT] = {}  # an endpoint names the epoch
         self._checking: asyncio.Task[None] | None = None
 
@@ -72,7 +70,7 @@ class MappedPeers(Generic[PeerT]):
 
     async def _check_owners(self) -> None:
         while self._peers:
-            await asyncio.sleep(self._check_interval)
+            await asyncio.sleep(_CHECK_SECONDS)
             await self._thread.run(self._forget_dead)
 
     def _forget_dead(self) -> None:

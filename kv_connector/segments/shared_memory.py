@@ -52,17 +52,10 @@ class SharedMemoryConnector:
     has_store = False
 
     def __init__(
-        self,
-        settings: SharedMemorySettings,
-        *,
-        copy: CopyRows = copy_rows,
-        clock: Clock | None = None,
-        check_interval: float = 1.0,
+        self, settings: SharedMemorySettings, *, copy: CopyRows = copy_rows, clock: Clock | None = None
     ) -> None:
-        """`copy` copies blocks out of a peer's segment. `check_interval`: seconds between two checks whether the owners
-        of mapped segments live."""
+        """`copy` copies blocks out of a peer's segment."""
         self.stats = ConnectorStats()
-        self._check_interval = check_interval
         self._copy = copy
         self._directory = segment_directory(settings)
         self._clock: Clock = clock or MonotonicClock()
@@ -81,7 +74,7 @@ class SharedMemoryConnector:
         segment = OwnedSegment(self._directory, node_id, epoch, layout, num_blocks)
         pool = LocalPool.inside(segment.mapping, segment.preamble.pool_offset, layout, num_blocks)
         worker = Worker("kv-shared-memory")
-        peers = MappedPeers(self._open_peer, worker, check_interval=self._check_interval)
+        peers = MappedPeers(self._open_peer, worker)
 
         def copy(peer: MappedPeer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
             return self._copy(pool.rows, block_ids, peer.segment.rows, slots)

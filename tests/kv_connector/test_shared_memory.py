@@ -13,8 +13,8 @@ import pytest
 
 from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
-from kv_connector.pool import Rows, copy_rows
-from kv_connector.segments import shared_memory
+from kv_connector.pool import CopyRows, Rows, copy_rows
+from kv_connector.segments import mapped_peers, shared_memory
 from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
@@ -45,9 +45,20 @@ def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def node(directory: Path, node_id: str = "peer") -> Node:
-    connector = SharedMemoryConnector(SharedMemorySettings(str(directory)), copy=choose_copy())
+def node(directory: Path, node_id: str = "peer", *, copy: CopyRows | None = None) -> Node:
+    connector = SharedMemoryConnector(SharedMemorySettings(str(directory)), copy=copy or choose_copy())
     return Node(connector, node_id, 16, LAYOUT, 1)
+
+
+def held_copy(copying: threading.Event, go_on: threading.Event) -> CopyRows:
+    """Returns a copy that sets `copying` when it begins, and then waits for `go_on`."""
+
+    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
+        copying.set()
+        go_on.wait(10)
+        return copy_rows(target, target_rows, source, source_rows)
+
+    return copy
 
 
 @pytest.mark.parametrize("num_blocks", [1, 40])  # on the loop; on the worker's thread
@@ -111,10 +122,15 @@ async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: b
     assert not files(tmp_path)
 
 
+@pytest.fixture
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_peers, "_CHECK_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("frequent_checks")
 async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_path: Path) -> None:
     """Its successor may need the space before it can start, and an idle reader fetches nothing."""
-    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), check_interval=0.01)
-    peer = Node(connector, "peer", 16, LAYOUT, 1)
+    peer = node(tmp_path)
     for num_fetches in (2, 1):
         owner = OwnerProcess("segment_owner", str(tmp_path))
         source = owner.source
@@ -134,18 +150,12 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
     owner.kill()
 
 
+@pytest.mark.usefixtures("frequent_checks")
 async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cancelled(tmp_path: Path) -> None:
     copying, go_on = threading.Event(), threading.Event()
-
-    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
-        copying.set()
-        go_on.wait(10)
-        return copy_rows(target, target_rows, source, source_rows)
-
     owner = OwnerProcess("segment_owner", str(tmp_path))
     source = owner.source
-    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy, check_interval=0.01)
-    peer = Node(connector, "peer", 16, LAYOUT, 1)
+    peer = node(tmp_path, copy=held_copy(copying, go_on))
     fetch = asyncio.create_task(peer.connector.fetch(source, blocks(16), timeout=10))
     await asyncio.to_thread(copying.wait, 10)
     fetch.cancel()
@@ -178,7 +188,7 @@ async def test_closing_during_a_fetch_raises(tmp_path: Path, part: int, num_part
         return copy_rows(target, target_rows, source, source_rows)
 
     owner = node(tmp_path, "owner")
-    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy), "peer", 16, LAYOUT, 1)
+    peer = node(tmp_path, copy=copy)
     await write_and_publish(owner, blocks(16))
     fetch = asyncio.create_task(peer.connector.fetch(owner.source, blocks(num_parts), timeout=10))
     await reached.wait()
@@ -234,14 +244,8 @@ async def test_nothing_more_is_copied_when_the_time_is_over(tmp_path: Path) -> N
 async def test_an_owner_that_dies_during_a_fetch_fails_the_rest_of_it(tmp_path: Path) -> None:
     """Another fetch notices first, and unmaps the segment."""
     copying, go_on = threading.Event(), threading.Event()
-
-    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
-        copying.set()
-        go_on.wait(10)
-        return copy_rows(target, target_rows, source, source_rows)
-
     owner = node(tmp_path, "owner")
-    peer = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path)), copy=copy), "peer", 16, LAYOUT, 1)
+    peer = node(tmp_path, copy=held_copy(copying, go_on))
     source = owner.source
     await write_and_publish(owner, blocks(3))
     fetches = [asyncio.create_task(peer.connector.fetch(source, blocks(count), timeout=10)) for count in (3, 1)]
