@@ -15,7 +15,7 @@ from router.request import KVOrigins
 from tests.cluster.cluster import Cluster, Served
 from tests.cluster.interference import Interference
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.undisturbed import PARALLEL, SAMPLED, check_same, killed_after, nodes, serve_undisturbed
+from tests.cluster.undisturbed import PARALLEL, SAMPLED, check_same, killed_after, nodes, serve_undisturbed, served_with
 from tests.engine.tiny_models import make_tiny_model
 from tests.redis_server import RedisServer
 
@@ -150,18 +150,11 @@ async def test_a_prefill_node_takes_from_the_store_what_no_node_holds(
 async def test_a_prefill_node_that_dies_before_it_published_is_replaced_or_done_without(
     model: Path, undisturbed: dict[str, Served], prefill_nodes: int
 ) -> None:
-    killing: list[asyncio.Task[None]] = []
     async with nodes(model, prefill_nodes, 1) as running:
         dying = running.node("prefill-0")
         interference = Interference(dying)
         interference.open.clear()
-
-        def on_tokens(count: int) -> None:
-            if not killing:
-                killing.append(asyncio.create_task(running.kill("prefill-0")))
-
-        served = await running.generate(PROMPT, on_tokens=on_tokens, **SAMPLINGS["sampled"])
-        await killing[0]
+        served = await served_with(running, PROMPT, lambda: running.kill("prefill-0"), **SAMPLINGS["sampled"])
         interference.open.set()
     check_same(served, undisturbed["sampled"])
     assert served.how.num_migrations == 0

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.core.errors import UnavailableError
 from tests.cluster.cluster import Served, cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of
-from tests.cluster.undisturbed import PARALLEL, SAMPLED, check_same, killed_after, nodes, serve_undisturbed
+from tests.cluster.undisturbed import PARALLEL, SAMPLED, check_same, killed_after, nodes, serve_undisturbed, served_with
 from tests.engine.tiny_models import make_tiny_model
 
 PROMPT = prompt_of(44)  # with 4 output tokens it fills three blocks
@@ -115,15 +115,8 @@ async def test_a_prefill_node_that_dies_before_its_first_token_is_replaced(
 async def test_a_prefill_node_that_dies_after_its_first_token_is_not_missed(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
-    killing: list[asyncio.Task[None]] = []
     async with nodes(model, 2, 2) as running:
-
-        def on_tokens(count: int) -> None:
-            if not killing:
-                killing.append(asyncio.create_task(running.kill("prefill-0")))
-
-        served = await running.generate(PROMPT, on_tokens=on_tokens, **SAMPLED)
-        await killing[0]
+        served = await served_with(running, PROMPT, lambda: running.kill("prefill-0"), **SAMPLED)
     check_same(served, undisturbed["sampled"])
     assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-0", 0)
 
@@ -145,7 +138,6 @@ async def test_when_every_prefill_node_dies_the_decode_node_prefills(
 
 async def test_without_a_decode_node_there_is_one_error_and_nothing_left(model: Path) -> None:
     """`cluster` checks that the prefill nodes' leases are gone and their pools whole."""
-    killing: list[asyncio.Task[None]] = []
     async with nodes(model, 2, 2) as running:
 
         async def kill() -> None:
@@ -154,12 +146,7 @@ async def test_without_a_decode_node_there_is_one_error_and_nothing_left(model: 
                 await running.kill(f"decode-{index}")
                 gate.set()
 
-        def on_tokens(count: int) -> None:
-            if count >= 3 and not killing:
-                killing.append(asyncio.create_task(kill()))
-
         with pytest.raises(UnavailableError):
-            await running.generate(PROMPT, max_tokens=500, on_tokens=on_tokens)
-        await killing[0]
+            await served_with(running, PROMPT, kill, num_tokens=3, max_tokens=500)
         await running.wait_idle()
         assert [node.event_log.load.num_leases for node in running.nodes] == [0, 0]

@@ -1,7 +1,7 @@
 """Whatever happens to nodes and transfers, a request gives the tokens that one undisturbed node gives."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -47,20 +47,33 @@ async def nodes(model: Path, prefill_nodes: int, decode_nodes: int, **settings: 
 
 async def killed_after(running: Cluster, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Served:
     """Serves the first request, whose decode node dies when the client has so many tokens; it generates no more."""
-    killing: list[asyncio.Task[None]] = []
     gate = running.hold("decode-0", num_tokens=num_tokens)
 
     async def kill() -> None:
         await running.kill("decode-0")
         gate.set()
 
-    def on_tokens(count: int) -> None:
-        if count >= num_tokens and not killing:
-            killing.append(asyncio.create_task(kill()))
+    return await served_with(running, prompt, kill, num_tokens, **sampling)
 
-    served = await running.generate(prompt, on_tokens=on_tokens, **sampling)
-    await killing[0]
-    return served
+
+async def served_with(
+    running: Cluster,
+    prompt: Sequence[int],
+    interfere: Callable[[], Coroutine[Any, Any, None]],
+    num_tokens: int = 1,
+    **sampling: Any,
+) -> Served:
+    """Serves a request, and calls `interfere` when the client has so many tokens. Waits for both to end."""
+    interfering: list[asyncio.Task[None]] = []
+
+    def on_tokens(count: int) -> None:
+        if count >= num_tokens and not interfering:
+            interfering.append(asyncio.create_task(interfere()))
+
+    try:
+        return await running.generate(prompt, on_tokens=on_tokens, **sampling)
+    finally:
+        await asyncio.gather(*interfering)
 
 
 def check_same(served: Served, expected: Served) -> None:
