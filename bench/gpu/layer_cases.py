@@ -70,10 +70,8 @@ def layer_tasks(sizes: Sizes, dtype: torch.dtype, watch: Stopwatch, rates: Rates
         ("rms_norm", partial(_norm, sizes, dtype, device)),
         ("residual + rms_norm", partial(_residual_norm, sizes, dtype, device)),
         ("silu_mul", partial(_silu, sizes, dtype, device)),
-        ("rotary + write_kv", partial(_write, sizes, dtype, dtype, device, rotary=True)),
-        ("rotary + write_kv to FP8", partial(_write, sizes, dtype, FP8, device, rotary=True)),
-        ("write_kv without rotary", partial(_write, sizes, dtype, dtype, device, rotary=False)),
-        ("write_kv to FP8 without rotary", partial(_write, sizes, dtype, FP8, device, rotary=False)),
+        ("rotary + write_kv", partial(_write, sizes, dtype, dtype, device)),
+        ("rotary + write_kv to FP8", partial(_write, sizes, dtype, FP8, device)),
         (f"digests of {sizes.num_tokens} blocks", partial(_digests, sizes, device)),
     ]
     for rows in sizes.prequantized_rows:
@@ -117,9 +115,9 @@ def _silu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     )
 
 
-def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device, *, rotary: bool) -> Case:
-    """Makes a case of the KV write, with rotary positions or alone. Compared are the pool and the query, rotated or
-    left as it was, computed from fresh copies each time. FP8 is off by a sixteenth at most."""
+def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device) -> Case:
+    """Makes a case of the KV write with rotary positions. Compared are the pool and the query, computed from fresh
+    copies each time. FP8 is off by a sixteenth at most."""
     counts = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
     projected = torch.randn(sizes.num_tokens, sum(counts), sizes.head_dim, device=device, dtype=dtype)
     angles = torch.rand(sizes.num_tokens, sizes.head_dim // 2, device=device) * 100
@@ -132,11 +130,7 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
     query, key, value = torch.split(heads, counts, dim=1)
     cos, sin = angles.cos(), angles.sin()
     backend = TritonBackend(scales)
-    write = (
-        partial(backend.write_kv_rotary, query, key, value, (cos, sin), pool, 0, slots)
-        if rotary
-        else partial(backend.write_kv, key, value, pool, 0, slots)
-    )
+    write = partial(backend.write_kv_rotary, query, key, value, (cos, sin), pool, 0, slots)
 
     def run() -> Tensor:
         heads.copy_(projected)
@@ -150,8 +144,6 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
 
     def expected() -> Tensor:
         exact = projected.double()
-        if not rotary:
-            return exact
         rotated = sizes.num_heads + sizes.num_kv_heads
         exact_angles = angles.double().cos(), angles.double().sin()
         fused_reference.rotary(exact[:, : sizes.num_heads], exact[:, sizes.num_heads : rotated], *exact_angles)
@@ -159,8 +151,7 @@ def _write(sizes: Sizes, dtype: torch.dtype, pool_dtype: torch.dtype, device: to
 
     tolerance = TOLERANCE[dtype] if scales is None else (0.07, 2**-7)
     num_bytes = 2 * key.numel() * (dtype.itemsize + pool_dtype.itemsize)
-    if rotary:
-        num_bytes += 2 * query.numel() * dtype.itemsize + cos.nbytes + sin.nbytes
+    num_bytes += 2 * query.numel() * dtype.itemsize + cos.nbytes + sin.nbytes
     return Case(run, expected, num_bytes, tolerance=tolerance, timed=write)
 
 

@@ -61,12 +61,6 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        """Stores the new tokens' `key` and `value`, both `[num_tokens, num_kv_heads, head_dim]`, at their slots of
-        `layer`.
-        """
-        ...
-
     def write_kv_rotary(
         self,
         query: Tensor,
@@ -77,8 +71,9 @@ class AttentionBackend(Protocol):
         layer: int,
         slot_mapping: Tensor,
     ) -> None:
-        """Does `fused.rotary` by `angles` (cos, sin) and then `write_kv`: `query` is rotated in place, `key` is stored
-        rotated and undefined afterwards.
+        """Does `fused.rotary` by `angles` (cos, sin) and stores the new tokens' `key` and `value`, both `[num_tokens,
+        num_kv_heads, head_dim]`, at their slots of `layer`: `query` is rotated in place, `key` is stored rotated and
+        undefined afterwards.
         """
         ...
 

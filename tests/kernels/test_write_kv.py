@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from paged_kernels.base import AttentionBackend
 from paged_kernels.cpu.native import NativeBackend
 from paged_kernels.reference import ReferenceBackend
 
@@ -10,7 +9,7 @@ from paged_kernels.reference import ReferenceBackend
 @pytest.mark.parametrize("backend", [NativeBackend(), ReferenceBackend()], ids=lambda backend: str(backend.name))
 @pytest.mark.parametrize("num_tokens", [0, 1, 40, 3000])
 def test_writes_only_its_slots(
-    backend: AttentionBackend, num_tokens: int, dtype: torch.dtype, num_threads: int
+    backend: NativeBackend | ReferenceBackend, num_tokens: int, dtype: torch.dtype, num_threads: int
 ) -> None:
     pool = torch.zeros(200, 2, 3, 2, 16, 24, dtype=dtype)
     fused = torch.randn(num_tokens, 6, 24).to(dtype)  # keys and values are views of one projection

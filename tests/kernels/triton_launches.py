@@ -64,9 +64,7 @@ def all_launches(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
             for call in _attention(heads, dtype, pool_dtype, window, step, traits):
                 yield f"{call.kernel.__name__} {label} {step.name}", call
         if window is None:
-            yield f"write_kv_kernel {label}", _write(heads, dtype, pool_dtype, rotary=True)
-    heads = Heads(32, 8, 128)
-    yield "write_kv_kernel without rotary", _write(heads, torch.bfloat16, torch.bfloat16, rotary=False)
+            yield f"write_kv_kernel {label}", _write(heads, dtype, pool_dtype)
     yield from _rowwise()
     yield from _prequantized(traits)
     yield "sample_kernel", _sample()
@@ -90,21 +88,13 @@ def _attention(
     yield from plan_attention(call, traits)
 
 
-def _write(heads: Heads, dtype: torch.dtype, pool_dtype: torch.dtype, *, rotary: bool) -> KernelCall:
+def _write(heads: Heads, dtype: torch.dtype, pool_dtype: torch.dtype) -> KernelCall:
     projected = empty(400, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, dtype=dtype)
     query, key, value = torch.split(projected, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
     angles = empty(400, heads.head_dim // 2, dtype=torch.float32)
     slots = empty(400, dtype=torch.int64)
-    return plan_write_kv(
-        query if rotary else None,
-        key,
-        value,
-        (angles, angles) if rotary else None,
-        _pool(heads, pool_dtype),
-        3,
-        slots,
-        _scales(heads, pool_dtype),
-    )
+    pool = _pool(heads, pool_dtype)
+    return plan_write_kv(query, key, value, (angles, angles), pool, 3, slots, _scales(heads, pool_dtype))
 
 
 def _pool(heads: Heads, dtype: torch.dtype) -> Tensor:

@@ -72,9 +72,6 @@ class TritonBackend:
     def __init__(self, kv_scales: KVScales | None = None) -> None:
         self._kv_scales = kv_scales
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        launch([plan_write_kv(None, key, value, None, kv_pool, layer, slot_mapping, self._kv_scales)])
-
     def write_kv_rotary(
         self,
         query: Tensor,
@@ -85,8 +82,8 @@ class TritonBackend:
         layer: int,
         slot_mapping: Tensor,
     ) -> None:
-        """Does `fused.rotary` and `write_kv` in one pass: `query` is rotated in place, the rotated `key` only reaches
-        the pool. `angles`: cos and sin, float32, `[num_tokens, head_dim / 2]` or full width with equal halves."""
+        """Does all in one pass: `query` is rotated in place, the rotated `key` only reaches the pool. `angles`: cos and
+        sin, float32, `[num_tokens, head_dim / 2]` or full width with equal halves."""
         launch([plan_write_kv(query, key, value, angles, kv_pool, layer, slot_mapping, self._kv_scales)])
 
     def attend(

@@ -1,4 +1,4 @@
-"""Plans the write of new K and V into the pool, with rotary positions and FP8 quantisation on the way if wanted."""
+"""Plans the write of new K and V into the pool, with rotary positions on the way, and FP8 quantisation if wanted."""
 
 import torch
 from torch import Tensor
@@ -11,27 +11,25 @@ _TILE_ELEMENTS = 2048  # in one half of the heads that a program rotates
 
 
 def plan_write_kv(
-    query: Tensor | None,
+    query: Tensor,
     key: Tensor,
     value: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor],
     kv_pool: Tensor,
     layer: int,
     slot_mapping: Tensor,
     kv_scales: KVScales | None,
 ) -> KernelCall:
-    """Plans the write. `query` and `angles` go together: with them queries and keys are rotated."""
-    assert (query is None) == (angles is None)
+    """Plans the rotation of queries and keys, and the write."""
     num_tokens, num_kv_heads, head_dim = key.shape
-    num_heads = 0 if query is None else query.shape[1]
-    rotated = (key, value) if query is None else (query, key, value)
-    if any(rows.stride(-1) != 1 or rows.shape[0] != num_tokens for rows in rotated):
+    num_heads = query.shape[1]
+    if any(rows.stride(-1) != 1 or rows.shape[0] != num_tokens for rows in (query, key, value)):
         raise ValueError("query, key and value must agree in tokens and have a contiguous last axis")
     if num_kv_heads != kv_pool.shape[1] or head_dim != kv_pool.shape[5]:
         raise ValueError(f"heads {tuple(key.shape[1:])} do not fit the pool {tuple(kv_pool.shape)}")
     fp8 = kv_pool.dtype is FP8
     key_scale, value_scale = scales_of_pool(kv_pool, layer, kv_scales)
-    cos, sin = (None, None) if angles is None else angles
+    cos, sin = angles
     half_padded = next_power_of_two(head_dim // 2)
     heads = min(next_power_of_two(max(num_heads, num_kv_heads)), max(1, _TILE_ELEMENTS // half_padded))
     block, head, layer_stride, value_stride, token, _ = kv_pool.stride()
@@ -51,13 +49,13 @@ def plan_write_kv(
             "layer": layer,
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
-            "query_token_stride": 0 if query is None else query.stride(0),
-            "query_head_stride": 0 if query is None else query.stride(1),
+            "query_token_stride": query.stride(0),
+            "query_head_stride": query.stride(1),
             "key_token_stride": key.stride(0),
             "key_head_stride": key.stride(1),
             "value_token_stride": value.stride(0),
             "value_head_stride": value.stride(1),
-            "angle_stride": 0 if cos is None else cos.stride(0),
+            "angle_stride": cos.stride(0),
             "block_stride": block,
             "head_stride": head,
             "layer_stride": layer_stride,
@@ -69,7 +67,6 @@ def plan_write_kv(
             "HALF": head_dim // 2,
             "HALF_PADDED": half_padded,
             "HEADS": heads,
-            "ROTARY": query is not None,
             "FP8": fp8,
         },
     )

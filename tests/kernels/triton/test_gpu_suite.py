@@ -151,11 +151,14 @@ def test_sampling_parameters_matter(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert not task.run().is_right
 
 
-@pytest.mark.parametrize("name", ["write_kv without rotary", "write_kv to FP8 without rotary"])
-def test_kv_that_is_rotated_or_not_written_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rotated(backend: TritonBackend, key: Tensor, value: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
-        angle = torch.ones(len(key), key.shape[2] // 2)
-        backend.write_kv_rotary(key.clone(), key, value, (angle.cos(), angle.sin()), pool, layer, slots)
+@pytest.mark.parametrize("name", ["rotary + write_kv", "rotary + write_kv to FP8"])
+def test_kv_that_is_not_rotated_or_not_written_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = TritonBackend.write_kv_rotary
+
+    def unrotated(
+        backend: TritonBackend, query: Tensor, key: Tensor, value: Tensor, angles: tuple[Tensor, Tensor], *where: Any
+    ) -> None:
+        write(backend, query, key, value, (torch.ones_like(angles[0]), torch.zeros_like(angles[1])), *where)
 
     def result() -> bool:
         watch = Stopwatch(torch.device("cpu"), 1)
@@ -163,8 +166,8 @@ def test_kv_that_is_rotated_or_not_written_is_seen(name: str, monkeypatch: pytes
         return task.run().is_right
 
     assert result()
-    for wrong in (rotated, lambda *_: None):
-        monkeypatch.setattr(TritonBackend, "write_kv", wrong)
+    for wrong in (unrotated, lambda *_: None):
+        monkeypatch.setattr(TritonBackend, "write_kv_rotary", wrong)
         assert not result()
 
 
@@ -255,8 +258,6 @@ def _check_records(records: Records, parts: str, shown: str) -> None:
         "rms_norm",
         "silu_mul",
         "rotary + write_kv to FP8",
-        "write_kv without rotary",
-        "write_kv to FP8 without rotary",
         "awq",
         "gptq 4 bits desc_act",
         "gptq_v2",

@@ -6,9 +6,17 @@ from paged_kernels import fused_reference
 from paged_kernels.gpu.attention import TritonBackend
 from paged_kernels.kv_scales import KVScales
 from paged_kernels.reference import ReferenceBackend
+from torch import Tensor
 
 NUM_LAYERS = 3
 LAYER = 1
+
+
+def write(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scales: KVScales | None = None) -> None:
+    """Stores keys that are rotated by nothing."""
+    shape = len(key), key.shape[2] // 2
+    still = torch.ones(shape), torch.zeros(shape)
+    TritonBackend(kv_scales).write_kv_rotary(key.clone(), key, value, still, pool, LAYER, slots)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
@@ -19,7 +27,7 @@ def test_writes_only_its_slots(num_tokens: int, head_dim: int, dtype: torch.dtyp
     slots = torch.randperm(9 * 16)[:num_tokens]
     expected = pool.clone()
     ReferenceBackend().write_kv(fused[:, 2:5], fused[:, 5:], expected, LAYER, slots)
-    TritonBackend().write_kv(fused[:, 2:5], fused[:, 5:], pool, LAYER, slots)
+    write(fused[:, 2:5], fused[:, 5:], pool, slots)
     assert torch.equal(pool, expected)
 
 
@@ -60,16 +68,16 @@ def test_fp8_is_what_torch_rounds_to(dtype: torch.dtype) -> None:
     ReferenceBackend().write_kv(fused[:, :2].float(), fused[:, 2:].float(), wide, LAYER, slots)
     factors = torch.stack(kv_scales.of_layer(LAYER), dim=-1)[None, :, None, :, None, None]
     expected = (wide * (1.0 / factors)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    TritonBackend(kv_scales).write_kv(fused[:, :2], fused[:, 2:], pool, LAYER, slots)
+    write(fused[:, :2], fused[:, 2:], pool, slots, kv_scales)
     assert torch.equal(pool.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_refuses_what_does_not_fit() -> None:
-    pool = torch.zeros(4, 2, 1, 2, 16, 64)
+    pool = torch.zeros(4, 2, NUM_LAYERS, 2, 16, 64)
     rows = torch.ones(2, 2, 64)
     with pytest.raises(ValueError, match="do not fit the pool"):
-        TritonBackend().write_kv(rows[:, :1], rows[:, :1], pool, 0, torch.tensor([0, 1]))
+        write(rows[:, :1], rows[:, :1], pool, torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="agree in tokens"):
-        TritonBackend().write_kv(rows, rows[:1], pool, 0, torch.tensor([0, 1]))
+        write(rows, rows[:1], pool, torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="kv_scales"):
-        TritonBackend().write_kv(rows, rows, pool.to(torch.float8_e4m3fn), 0, torch.tensor([0, 1]))
+        write(rows, rows, pool.to(torch.float8_e4m3fn), torch.tensor([0, 1]))

@@ -47,10 +47,9 @@ def write_kv_kernel(
     HALF: tl.constexpr,  # of head_dim
     HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
-    ROTARY: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Grid: (num_tokens, cdiv(num_kv_heads, HEADS) + (cdiv(num_heads, HEADS) if ROTARY))."""
+    """Grid: (num_tokens, cdiv(num_kv_heads, HEADS) + cdiv(num_heads, HEADS))."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slot_mapping + token)
@@ -58,9 +57,8 @@ def write_kv_kernel(
         return
     dims = tl.arange(0, HALF_PADDED)
     inside = dims < HALF
-    if ROTARY:
-        cosine = tl.load(cos + token * angle_stride + dims, mask=inside, other=0.0)[None, :]
-        sine = tl.load(sin + token * angle_stride + dims, mask=inside, other=0.0)[None, :]
+    cosine = tl.load(cos + token * angle_stride + dims, mask=inside, other=0.0)[None, :]
+    sine = tl.load(sin + token * angle_stride + dims, mask=inside, other=0.0)[None, :]
     num_kv_parts = tl.cdiv(num_kv_heads, HEADS)
     if part < num_kv_parts:
         heads = part * HEADS + tl.arange(0, HEADS)
@@ -68,10 +66,9 @@ def write_kv_kernel(
         key_pointers = key + token * key_token_stride + heads[:, None] * key_head_stride + dims[None, :]
         low = tl.load(key_pointers, mask=mask, other=0.0)
         high = tl.load(key_pointers + HALF, mask=mask, other=0.0)
-        if ROTARY:
-            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-            low = (wide_low * cosine - wide_high * sine).to(low.dtype)
-            high = (wide_high * cosine + wide_low * sine).to(high.dtype)
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        low = (wide_low * cosine - wide_high * sine).to(low.dtype)
+        high = (wide_high * cosine + wide_low * sine).to(high.dtype)
         value_pointers = value + token * value_token_stride + heads[:, None] * value_head_stride + dims[None, :]
         value_low = tl.load(value_pointers, mask=mask, other=0.0)
         value_high = tl.load(value_pointers + HALF, mask=mask, other=0.0)
@@ -89,7 +86,7 @@ def write_kv_kernel(
         store_kv(pointers + HALF, high, mask, inverse_key_scale, FP8)
         store_kv(pointers + value_stride, value_low, mask, inverse_value_scale, FP8)
         store_kv(pointers + value_stride + HALF, value_high, mask, inverse_value_scale, FP8)
-    elif ROTARY:
+    else:
         query_heads = (part - num_kv_parts) * HEADS + tl.arange(0, HEADS)
         query_mask = (query_heads < num_heads)[:, None] & inside[None, :]
         query_rows = query + token * query_token_stride + query_heads[:, None] * query_head_stride + dims[None, :]
