@@ -19,6 +19,8 @@ _RESUME_TOKENS = 8
 _PROMPT_TOKENS = 32
 # So many tokens without text are bytes that form no character, and no later one changes that.
 _MOST_TOKENS_WITHOUT_TEXT = 64
+# So many tokens are kept before those are forgotten that nothing depends on any more.
+_MOST_TOKENS_KEPT = 64
 # A byte of no character: with it, none of the byte-fallback tokens that follow forms one either.
 _NO_CHARACTER = "<0xFF>"
 
@@ -75,6 +77,7 @@ class LibraryStream:
     __slots__ = (
         "_has_resumed",
         "_num_context_chars",
+        "_num_settled_chars",
         "_num_without_text",
         "_skip_special_tokens",
         "_stream",
@@ -88,6 +91,7 @@ class LibraryStream:
         self._skip_special_tokens = skip_special_tokens
         self._token_ids, self._num_context_chars = self._context(prompt_token_ids)
         self._stream = DecodeStream(ids=self._token_ids, skip_special_tokens=skip_special_tokens)
+        self._num_settled_chars = 0  # of the text, before that of `_token_ids` behind their context
         self._num_without_text = 0  # tokens that the stream has got since it last returned text; it decodes all of them
         self._has_resumed = False
         self.num_chars = 0
@@ -96,6 +100,16 @@ class LibraryStream:
         if not self._may_add_text(token_id):
             return ""
         self._token_ids.append(token_id)
+        text = self._step(token_id)
+        if (
+            len(self._token_ids) > _MOST_TOKENS_KEPT
+            and self._num_without_text == 0
+            and not self._tokenizer.is_byte_token(token_id)
+        ):
+            text += self._settle()
+        return text
+
+    def _step(self, token_id: int) -> str:
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:  # when later bytes change how earlier ones decode, the library raises no narrower class
@@ -150,11 +164,23 @@ class LibraryStream:
         self._has_resumed = True
         return self._advance_to(whole)
 
+    def _settle(self) -> str:
+        """Forgets all tokens but the last one, whose text depends on no other: they would all be decoded again and
+        again if byte-fallback tokens that form no character came between others. Returns what was not returned of their
+        text."""
+        whole = self._decode_all()
+        text = self._advance_to(whole)
+        self._num_settled_chars += len(whole)
+        del self._token_ids[:-1]
+        context = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        self._num_context_chars = len(context)
+        return text
+
     def _decode_all(self) -> str:
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
         return text[self._num_context_chars :]
 
     def _advance_to(self, whole: str) -> str:
-        text = whole[self.num_chars :]
+        text = whole[self.num_chars - self._num_settled_chars :]
         self.num_chars += len(text)
         return text

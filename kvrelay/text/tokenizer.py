@@ -168,6 +168,10 @@ class Tokenizer:
             found = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", errors="replace")
         return found
 
+    def is_byte_token(self, token_id: int) -> bool:
+        """Tells whether the token stands for one byte, which a decoder reads together with those around it."""
+        return _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
+
     def _make_token_bytes(self, token_id: int) -> bytes:
         piece = self.backend.id_to_token(token_id)
         if piece is None:

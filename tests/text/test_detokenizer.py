@@ -190,6 +190,23 @@ def test_byte_tokens_that_form_no_character_never_fail(seed: int) -> None:
     assert len("".join(pieces)) >= len(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
+@pytest.mark.parametrize("word", [1, 4])  # 4 is a space, which is no text at the beginning of one
+def test_what_is_decoded_again_does_not_grow_with_the_output(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can choose the tokens of long outputs would otherwise keep the event loop from everybody else."""
+    tokenizer = sentencepiece_like()
+    decode = tokenizer.decode
+    lengths: list[int] = []
+
+    def noting(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        lengths.append(len(token_ids))
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", noting)
+    run(tokenizer, [1, *[5 + 0x41, 5 + 0xF0, word] * 200])
+    assert len(lengths) > 200, "other tokens than these cost most"
+    assert max(lengths) < 100
+
+
 @pytest.mark.parametrize("broken", [b"\xe4" * 64, b"\xff", b"\xe4\xbd\xff", b"\xa0\xe4\xbd"])
 @pytest.mark.parametrize("more", ["", "你好" * 5, "你" * 21, "你" * 22, "abc" * 40, "a你\u00e9\U0001f389" * 40])
 def test_characters_behind_bytes_that_are_none_are_none_and_nothing_is_repeated(broken: bytes, more: str) -> None:
