@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -38,11 +39,13 @@ from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
-from router.edge.openai_schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.edge.prompt_logprobs import check_size
 from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
 
 _REQUEST_ID = "kvrelay.request_id"
+
+BodyT = TypeVar("BodyT", bound=Body)
 
 # OpenAI's own codes, by which clients recognise a wrong name, and a conversation that they have to shorten.
 _OPENAI_CODES: dict[type[KVRelayError], str] = {
@@ -102,9 +105,8 @@ class _Gateway:
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        data = await read_json_body(request, self._max_body_bytes)
+        body = await self._body(request, CompletionBody)
         with self._edge.counting_errors():
-            body = CompletionBody.parse(data)
             sampling = body.sampling(logprobs=body.logprobs)
             if body.echo and body.logprobs is not None:
                 sampling = replace(sampling, prompt_logprobs=body.logprobs)
@@ -129,9 +131,8 @@ class _Gateway:
         return await self._respond(request, body, clients, shape, "cmpl", echoed=echoed, only_echoes=body.only_echoes)
 
     async def chat(self, request: Request) -> Response:
-        data = await read_json_body(request, self._max_body_bytes)
+        body = await self._body(request, ChatBody)
         with self._edge.counting_errors():
-            body = ChatBody.parse(data)
             sampling = body.sampling(logprobs=body.num_logprobs)
         newer_name = body.max_completion_tokens is not None
         client = ClientRequest(
@@ -150,9 +151,8 @@ class _Gateway:
         return await self._respond(request, body, [client], ChatFormat(self._edge.tokenizer), "chatcmpl")
 
     async def tokenize(self, request: Request) -> Response:
-        data = await read_json_body(request, self._max_body_bytes)
+        body = await self._body(request, TokenizeBody)
         with self._edge.counting_errors():
-            body = TokenizeBody.parse(data)
             prompt = body.wanted()
         work = self._edge.tokenize(prompt, body.model)
         token_ids, max_model_len = await until_disconnect(request.receive, work)
@@ -162,9 +162,7 @@ class _Gateway:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        data = await read_json_body(request, self._max_body_bytes)
-        with self._edge.counting_errors():
-            body = DetokenizeBody.parse(data)
+        body = await self._body(request, DetokenizeBody)
         text = self._edge.detokenize(body.tokens, body.model, skip_special_tokens=False, field="tokens")
         return JSONResponse({"prompt": text})
 
@@ -189,6 +187,12 @@ class _Gateway:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._version})
+
+    async def _body(self, request: Request, form: type[BodyT]) -> BodyT:
+        """Reads and parses a body, whose bytes are not kept: there may be megabytes of them, and minutes of work."""
+        data = await read_json_body(request, self._max_body_bytes)
+        with self._edge.counting_errors():
+            return form.parse(data)
 
     async def _respond(
         self,

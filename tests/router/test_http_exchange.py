@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -270,3 +271,23 @@ async def test_the_prompt_of_a_client_that_has_left_is_not_tokenised(
             assert gateway.relay.requests == []
     finally:
         threads.free()
+
+
+async def test_the_bytes_of_a_body_are_not_kept_while_its_request_runs(tokenizer: Tokenizer) -> None:
+    ignored = 900_000
+    relay = ScriptedRelay(tokenizer, hang_at=0)
+    async with serving(relay) as gateway:
+        tracemalloc.start()
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            body = json.dumps({"prompt": "hello", "ignored": "x" * ignored}).encode()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            del body
+            async with asyncio.timeout(PATIENCE):
+                await writer.drain()
+                while not relay.num_running:
+                    await asyncio.sleep(0.001)
+            assert tracemalloc.get_traced_memory()[0] < ignored
+            writer.close()
+        finally:
+            tracemalloc.stop()
