@@ -217,6 +217,13 @@ def test_priority_runs_lower_values_first_and_fcfs_ignores_it() -> None:
     assert orders == {"fcfs": ["a", "b", "c"], "priority": ["c", "b", "a"]}
 
 
+def test_every_output_has_its_requests_priority() -> None:
+    harness = Harness(max_num_batched_tokens=1, policy="priority")
+    harness.engine.add(request("a", prompt_of(10), 4, priority=5, n=2))
+    harness.run()
+    assert list(harness.finished) == [("a", 0), ("a", 1)]
+
+
 def test_stop_tokens_end_a_sequence_unless_ignored() -> None:
     prompt = prompt_of(10)
     eos = expected_output(prompt, 3)[2]
