@@ -126,6 +126,9 @@ def test_an_output_of_which_no_more_is_needed_ends_and_the_others_go_on(run_ahea
     harness = Harness(run_ahead=run_ahead)
     prompt = prompt_of(20)
     harness.engine.add(request("a", prompt, 10, n=3))
+    harness.engine.finish("a", 0)  # it stands for all of them until the first tokens are there
+    harness.step()
+    assert not harness.finished
     while len(harness.tokens["a", 1]) < 3:
         harness.engine.finish("a", 3)
         harness.step()
