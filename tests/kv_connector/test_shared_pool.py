@@ -66,7 +66,7 @@ async def test_a_header_is_another_one_after_a_retraction_even_if_it_is_equal(sh
     [(block_id, header)] = shared.find(blocks(1)[0].block_hash)
     assert shared.shows(block_id, header)
     shared.remove([block_id])
-    assert not shared.shows(block_id, header)
+    assert not shared.shows(block_id, header) and not shared.ids_by_name, "nothing is kept of its name"
     await shared.publish(blocks(1))
     assert shared.find(blocks(1)[0].block_hash) == [(block_id, header)] and not shared.shows(block_id, header)
 
