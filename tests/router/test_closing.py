@@ -44,6 +44,11 @@ async def test_closing_the_relay_waits_for_the_last_request() -> None:
         await closing
 
 
+async def test_closing_a_relay_that_has_had_no_request_waits_for_nothing() -> None:
+    async with cluster() as nodes, asyncio.timeout(10):
+        await nodes.relay.close(timeout=60.0)
+
+
 async def test_a_request_that_has_ended_is_forgotten() -> None:
     """Nothing that outlives it may keep its tokens: neither the timer of its deadline nor a node's client."""
     async with cluster() as nodes:
