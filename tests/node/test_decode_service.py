@@ -8,7 +8,7 @@ import pytest
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.engine.request import StepResult
+from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from tests.engine.fake_runner import VOCAB_SIZE, expected_output
@@ -355,6 +355,20 @@ async def test_missing_blocks_are_reported_to_the_router_which_names_a_source_or
         assert tokens == expected_output(PROMPT, 3)[1:]
         await router.close()
         await node.check_idle()
+
+
+async def test_an_unforeseen_error_in_the_engine_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(request: EngineRequest) -> None:
+        raise ZeroDivisionError("no such case")
+
+    async with serving(DecodeService, node := make_node()) as service:
+        await node.engine_thread.call(lambda engine: setattr(engine, "add", fail))
+        router = Router(service)
+        router.send(admit("a"))
+        assert (await router.event()).failed.message == "internal error"
+        assert "no such case" in caplog.text
+        await node.check_idle()
+        await router.close()
 
 
 async def test_an_unforeseen_error_in_a_fetch_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
