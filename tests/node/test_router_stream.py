@@ -69,6 +69,7 @@ async def test_what_a_slow_router_has_not_taken_comes_in_messages_of_bounded_siz
             sizes.append(update.ByteSize())
             for event in update.events:
                 assert list(event.tokens.token_ids[:100]) == list(tokens)
+                assert len(event.tokens.token_ids) < 1200, "an event is not split any more"
                 received[event.request_id] += len(event.tokens.token_ids)
     assert len(sizes) > 1 and max(sizes) < 5 * 2**20
     assert set(received.values()) == {6000}
