@@ -87,9 +87,7 @@ class ServerCall:
         self._server = server
         self._call = call
         self._request = request
-        self._requests: deque[bytes] = deque()
-        self._no_more_requests = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: no more will come
         self._handler: Any = None
         self._is_over = False
         self._aborted: Status | None = None
@@ -98,12 +96,10 @@ class ServerCall:
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def receive(self, request: bytes) -> None:
-        self._requests.append(request)
-        self._wake()
+        self._requests.put_nowait(request)
 
     def half_close(self) -> None:
-        self._no_more_requests = True
-        self._wake()
+        self._requests.put_nowait(None)
 
     def lost(self) -> None:
         """Ends the call because the client is gone or has cancelled it."""
@@ -119,7 +115,7 @@ class ServerCall:
         if self._is_over:
             raise grpc.aio.UsageError("RPC already finished.")
         data = self._handler.response_serializer(message)
-        self._send("response", partial(self._call.receive, data))
+        self._send(partial(self._call.receive, data))
         await asyncio.sleep(0)
 
     async def abort_with_status(self, status: Any) -> None:
@@ -138,7 +134,7 @@ class ServerCall:
             elif self._handler.unary_unary is not None:
                 response = await self._handler.unary_unary(self._request, self)
                 data = self._handler.response_serializer(response)
-                self._send("response", partial(self._call.receive_only, data))
+                self._send(partial(self._call.receive_only, data))
                 return
             elif self._handler.unary_stream is not None:
                 await self._handler.unary_stream(self._request, self)
@@ -154,21 +150,12 @@ class ServerCall:
             self._transmit("status", partial(self._call.end, status))
 
     async def _received(self) -> AsyncIterator[Any]:
-        while True:
-            while self._requests:
-                yield self._handler.request_deserializer(self._requests.popleft())
-            if self._no_more_requests:
-                return
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        while (request := await self._requests.get()) is not None:
+            yield self._handler.request_deserializer(request)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _send(self, kind: str, deliver: Callable[[], None]) -> None:
+    def _send(self, deliver: Callable[[], None]) -> None:
         if not self._is_over:
-            self._transmit(kind, deliver)
+            self._transmit("response", deliver)
 
     def _transmit(self, kind: str, deliver: Callable[[], None]) -> None:
         connection = self._call.connection
