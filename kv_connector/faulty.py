@@ -53,7 +53,7 @@ class ConnectorFaults(Protocol):
 class SeededFaults:
     """Faults drawn from `random`: each call fails with `probability` and waits up to `longest_delay` seconds."""
 
-    def __init__(self, random: Random, *, probability: float, longest_delay: float = 0.0) -> None:
+    def __init__(self, random: Random, *, probability: float, longest_delay: float) -> None:
         self._random = random
         self._probability = probability
         self._longest_delay = longest_delay

@@ -9,7 +9,6 @@ import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from kv_connector.registry import BACKENDS
 from kv_connector.self_test import SelfTestReport
@@ -17,8 +16,6 @@ from kvrelay.core.connectors import AUTO, parse_connectors
 from kvrelay.core.errors import ConfigurationError
 
 CheckConnector = Callable[[str], Awaitable[SelfTestReport]]
-
-_NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +29,7 @@ class ConnectorChoice:
 
 
 def choose_connectors(
-    value: str, *, host: str, ucx_installed: bool, has_secret: bool, broken: Mapping[str, str] = _NONE_BROKEN
+    value: str, *, host: str, ucx_installed: bool, has_secret: bool, broken: Mapping[str, str]
 ) -> ConnectorChoice:
     """Returns the connectors for a setting's `value`. `host`: where peers reach this node. `broken`: connectors that
     failed their self-test, and how. Raises ConfigurationError for a wrong value, and when none that works is left."""

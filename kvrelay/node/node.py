@@ -68,8 +68,8 @@ class Node:
         engine: Engine,
         connector: KVConnector,
         *,
-        fetch_timeout: float = 10.0,
-        prefill_rate: PrefillRate | None = None,
+        fetch_timeout: float,
+        prefill_rate: PrefillRate,
         make_engine_thread: MakeEngineThread = EngineThread,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -93,7 +93,7 @@ class Node:
         )
         self._watchdog: Watchdog | None = None
         self._hangs = False
-        self._prefill_rate = prefill_rate or PrefillRate()
+        self._prefill_rate = prefill_rate
         self._handler: Callable[[StepResult], None] = lambda result: None
         self._on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None
 
@@ -119,7 +119,7 @@ class Node:
         admission: Admission,
         *,
         on_missing: Callable[[int], None] = lambda num_tokens: None,
-        ends_at: float | None = None,
+        ends_at: float | None,
     ) -> Receiver:
         """Returns the receiver of an admitted request, not running yet. Its parameters are those of `Receiver`."""
         return Receiver(self._reception, admission, on_missing=on_missing, ends_at=ends_at)

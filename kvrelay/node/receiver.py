@@ -51,8 +51,8 @@ class Receiver:
         context: ReceptionContext,
         admission: Admission,
         *,
-        on_missing: Callable[[int], None] = lambda num_tokens: None,
-        ends_at: float | None = None,
+        on_missing: Callable[[int], None],
+        ends_at: float | None,
     ) -> None:
         self._context = context
         self._request_id = admission.request_id

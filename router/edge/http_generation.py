@@ -43,7 +43,7 @@ class HttpGeneration:
         shape: Format,
         envelope: Envelope,
         *,
-        only_echoes: bool = False,
+        only_echoes: bool,
     ) -> None:
         self._edge = edge
         self._only_echoes = only_echoes

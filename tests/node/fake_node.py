@@ -19,6 +19,7 @@ from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.scheduler import SchedulerConfig
 from kvrelay.node.node import Node, NodeIdentity
+from kvrelay.node.prefill_rate import PrefillRate
 from prefill_node.service import PrefillService
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner
 
@@ -91,7 +92,7 @@ def make_node(runner: Runner | None = None, connector: HostConnector | None = No
         publish=True,
     )
     identity = NodeIdentity("node", 1, NAMESPACE, VOCAB_SIZE)
-    return Node(identity, engine, connector, fetch_timeout=10.0)
+    return Node(identity, engine, connector, fetch_timeout=10.0, prefill_rate=PrefillRate())
 
 
 @asynccontextmanager

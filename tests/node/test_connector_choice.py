@@ -19,7 +19,7 @@ ON_LOOPBACK = pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.9", "::1", 
 
 @ON_LOOPBACK
 def test_auto_on_loopback_is_shared_memory(host: str) -> None:
-    choice = choose_connectors("auto", host=host, ucx_installed=True, has_secret=True)
+    choice = choose_connectors("auto", host=host, ucx_installed=True, has_secret=True, broken={})
     assert choice.names == ("shared_memory",) and host in choice.reason
 
 
@@ -52,12 +52,12 @@ def test_auto_across_hosts_is_ucx_where_it_can_work_and_redis_otherwise(
     ucx_installed: bool, has_secret: bool, names: tuple[str, ...], reason: str
 ) -> None:
     for host in ("10.0.0.2", "node-7.example"):
-        choice = choose_connectors("auto", host=host, ucx_installed=ucx_installed, has_secret=has_secret)
+        choice = choose_connectors("auto", host=host, ucx_installed=ucx_installed, has_secret=has_secret, broken={})
         assert choice.names == names and reason in choice.reason
 
 
 def test_connectors_that_are_set_are_taken() -> None:
-    choice = choose_connectors("ucx,redis", host="127.0.0.1", ucx_installed=False, has_secret=False)
+    choice = choose_connectors("ucx,redis", host="127.0.0.1", ucx_installed=False, has_secret=False, broken={})
     assert choice.names == ("ucx", "redis")
     assert is_installed("ucx"), "the tests need it"
 
