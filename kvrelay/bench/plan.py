@@ -1,10 +1,10 @@
 """From settings to the plan of a run: its sessions, its warm-up, and how many requests run at a time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.bench.arrivals import gamma_arrivals
-from kvrelay.bench.base import RequestSpec, Segment
+from kvrelay.bench.base import RequestSpec
 from kvrelay.bench.settings import (
     BenchSettings,
     LatencyBenchSettings,
@@ -138,10 +138,6 @@ def _renamed(requests: Sequence[RequestSpec], name: str) -> list[RequestSpec]:
     if not name:
         return list(requests)
     return [
-        RequestSpec(
-            tuple(Segment(f"{name}/{segment.name}", segment.length) for segment in request.segments),
-            request.max_tokens,
-            request.kind,
-        )
+        replace(request, segments=tuple(replace(part, name=f"{name}/{part.name}") for part in request.segments))
         for request in requests
     ]
