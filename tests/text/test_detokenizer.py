@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -215,6 +216,18 @@ def test_characters_behind_bytes_that_are_none_are_none_and_nothing_is_repeated(
     token_ids = [1, *(5 + byte for byte in broken + more.encode()), 3, 1, *(5 + byte for byte in "你".encode()), 2]
     pieces, _ = run(tokenizer, token_ids)
     assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_long_output_with_bytes_that_form_no_character_is_that_of_its_parts(seed: int) -> None:
+    """A part begins with a word, and goes on from the word before it as from a prompt."""
+    rng = random.Random(seed)
+    tokenizer = sentencepiece_like()
+    characters = [[5 + byte for byte in data] for data in ("\U0001f389".encode(), b"A", b"\xff")]
+    parts = [[1, 3, SPECIAL, *chain(*rng.choices(characters, (2, 2, 1), k=4))] for _ in range(500)]
+    pieces, _ = run(tokenizer, [*chain(*parts)])
+    expected = ["".join(run(tokenizer, part, prompt=[1] * (number > 0))[0]) for number, part in enumerate(parts)]
+    assert "".join(pieces) == "".join(expected)
 
 
 @pytest.mark.parametrize("count", [21, 22, 43, 100])
