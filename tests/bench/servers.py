@@ -14,7 +14,7 @@ from kvrelay.core.rpc import ErrorInterceptor, serve_insecure, server_options
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.gateway import create_app
 from router.edge.grpc_service import RouterService
-from tests.router.edge_parts import ScriptedRelay, http_server, make_edge
+from tests.router.edge.edge_parts import ScriptedRelay, http_server, make_edge
 
 # Events of a streamed completion in OpenAI's API.
 PIECE = b'data: {"choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'

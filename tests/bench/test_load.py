@@ -17,7 +17,7 @@ from kvrelay.bench.settings import ServeBenchSettings, SweepBenchSettings
 from router.request import RequestEvent, RoutedRequest
 from tests.bench.servers import gateway
 from tests.router.conftest import relay, tokenizer, tokenizer_directory
-from tests.router.edge_parts import ScriptedRelay
+from tests.router.edge.edge_parts import ScriptedRelay
 
 __all__ = ["relay", "tokenizer", "tokenizer_directory"]  # fixtures
 

@@ -22,7 +22,7 @@ from kvrelay.bench.settings import (
 from kvrelay.core.errors import KVError, OverloadedError, UnavailableError, UnknownModelError
 from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering, gateway, grpc_router
 from tests.router.conftest import relay, tokenizer, tokenizer_directory
-from tests.router.edge_parts import MODEL, ScriptedRelay
+from tests.router.edge.edge_parts import MODEL, ScriptedRelay
 
 __all__ = ["relay", "tokenizer", "tokenizer_directory"]  # fixtures
 

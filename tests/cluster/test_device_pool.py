@@ -20,8 +20,8 @@ from kvrelay.node.pool import NodePool, PoolPlan, serve_directly, stage
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
-from tests.kv_connector.direct_device import DirectDevice
-from tests.kv_connector.slow_device import SlowDevice
+from tests.kv_connector.device.direct_device import DirectDevice
+from tests.kv_connector.device.slow_device import SlowDevice
 
 
 def on_device(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:

@@ -26,9 +26,9 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.node.block_copy import choose_copy
-from tests.kv_connector.direct_device import DirectDevice
+from tests.kv_connector.device.direct_device import DirectDevice
+from tests.kv_connector.device.slow_device import SlowDevice
 from tests.kv_connector.settled import settled
-from tests.kv_connector.slow_device import SlowDevice
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=4, block_size=16, head_dim=32, dtype="float32")  # 32 KiB a block
 OTHER_LAYOUT = KVLayout(num_kv_heads=4, num_layers=2, block_size=16, head_dim=32, dtype="float32")  # as many bytes

@@ -13,8 +13,8 @@ _ROOT = Path(__file__).parents[2]
 
 
 class OwnerProcess:
-    """A process that runs `module` of this package, which publishes `blocks(...)`, prints its endpoint, and closes its
-    connector when its standard input ends."""
+    """A process that runs `module` of this package, such as "ucx.owner", which publishes `blocks(...)`, prints its
+    endpoint, and closes its connector when its standard input ends."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         """Returns once the blocks can be fetched."""

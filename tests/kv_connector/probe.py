@@ -5,7 +5,7 @@ import sys
 
 from kv_connector.device.self_test import hold
 from kvrelay.core.kv_layout import KVLayout
-from tests.kv_connector.direct_device import DirectDevice
+from tests.kv_connector.device.direct_device import DirectDevice
 
 
 def scratch(layout: KVLayout, num_blocks: int) -> DirectDevice:

@@ -7,8 +7,8 @@ import pytest
 import pytest_asyncio
 
 from kvrelay.text.tokenizer import Tokenizer
-from tests.router.edge_parts import ScriptedRelay
-from tests.router.gateway_client import Gateway, serving
+from tests.router.edge.edge_parts import ScriptedRelay
+from tests.router.edge.gateway_client import Gateway, serving
 from tests.text.tiny_tokenizer import write_tokenizer
 
 

@@ -9,8 +9,8 @@ import httpx
 from kvrelay.text.tokenizer import Tokenizer
 from router.app import serve
 from router.settings import RouterSettings
-from tests.router.edge_parts import MODEL, ScriptedRelay
-from tests.router.gateway_client import CHAT, COMPLETION, REPLY, serving
+from tests.router.edge.edge_parts import MODEL, ScriptedRelay
+from tests.router.edge.gateway_client import CHAT, COMPLETION, REPLY, serving
 from tests.router.scripted_nodes import PATIENCE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"

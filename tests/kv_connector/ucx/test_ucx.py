@@ -34,7 +34,7 @@ from tests.kv_connector.backends import (
     write_and_publish,
 )
 from tests.kv_connector.owner_process import OwnerProcess
-from tests.kv_connector.ucx_owner import LARGE_LAYOUT, NUM_BLOCKS
+from tests.kv_connector.ucx.owner import LARGE_LAYOUT, NUM_BLOCKS
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 
@@ -42,7 +42,7 @@ FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 @pytest.fixture
 def child() -> Iterator[OwnerProcess]:
     """Starts a holder in another process, with blocks large enough to be stopped in the middle of one."""
-    started = OwnerProcess("ucx_owner")
+    started = OwnerProcess("ucx.owner")
     yield started
     started.kill()
 

@@ -100,7 +100,7 @@ async def test_a_block_arrives_if_one_slot_of_several_is_good(tmp_path: Path, da
 
 @pytest.mark.parametrize("killed", [True, False])
 async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: bool) -> None:
-    owner = OwnerProcess("segment_owner", str(tmp_path))
+    owner = OwnerProcess("segments.owner", str(tmp_path))
     source = owner.source
     peer = node(tmp_path)
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
@@ -132,7 +132,7 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
     """Its successor may need the space before it can start, and an idle reader fetches nothing."""
     peer = node(tmp_path)
     for num_fetches in (2, 1):
-        owner = OwnerProcess("segment_owner", str(tmp_path))
+        owner = OwnerProcess("segments.owner", str(tmp_path))
         source = owner.source
         for _ in range(num_fetches):
             await peer.connector.fetch(source, blocks(16), timeout=10)
@@ -141,7 +141,7 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
         async with asyncio.timeout(10):
             while source.endpoint in mappings():
                 await asyncio.sleep(0.01)
-    owner = OwnerProcess("segment_owner", str(tmp_path))
+    owner = OwnerProcess("segments.owner", str(tmp_path))
     source = owner.source
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result) == {FetchOutcome.FETCHED}
@@ -153,7 +153,7 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
 @pytest.mark.usefixtures("frequent_checks")
 async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cancelled(tmp_path: Path) -> None:
     copying, go_on = threading.Event(), threading.Event()
-    owner = OwnerProcess("segment_owner", str(tmp_path))
+    owner = OwnerProcess("segments.owner", str(tmp_path))
     source = owner.source
     peer = node(tmp_path, copy=held_copy(copying, go_on))
     fetch = asyncio.create_task(peer.connector.fetch(source, blocks(16), timeout=10))

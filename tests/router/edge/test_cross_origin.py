@@ -9,8 +9,8 @@ import pytest
 from kvrelay.core.errors import OverloadedError
 from router.edge.gateway import create_app
 from router.settings import RouterSettings
-from tests.router.edge_parts import ScriptedRelay, http_server, make_edge
-from tests.router.gateway_client import COMPLETION
+from tests.router.edge.edge_parts import ScriptedRelay, http_server, make_edge
+from tests.router.edge.gateway_client import COMPLETION
 
 PAGE = "https://chat.example.com"
 OTHER = "https://other.example.com"

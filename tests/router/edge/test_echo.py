@@ -12,7 +12,7 @@ from router.edge.echo import echoes, encoded_logprobs
 from router.edge.openai_format import Echo
 from router.edge.validation import TokenPrompt
 from tests.loop_turns import counting_turns
-from tests.router.gateway_client import COMPLETION, REPLY, Gateway
+from tests.router.edge.gateway_client import COMPLETION, REPLY, Gateway
 from tests.text.tiny_tokenizer import sentencepiece_like
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.router.edge_parts import MAX_MODEL_LEN, MODEL
-from tests.router.gateway_client import CHAT, COMPLETION, Gateway
+from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL
+from tests.router.edge.gateway_client import CHAT, COMPLETION, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
 

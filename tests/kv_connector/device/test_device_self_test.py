@@ -12,9 +12,9 @@ from kv_connector.device.self_test import check_device, check_direct
 from kv_connector.settings import ConnectorSettings, SharedMemorySettings, UcxSettings
 from kvrelay.core.kv_layout import KVLayout
 from tests.kv_connector.backends import CLUSTER_SECRET, LAYOUT
-from tests.kv_connector.direct_device import DirectDevice
+from tests.kv_connector.device.direct_device import DirectDevice
+from tests.kv_connector.device.slow_device import SlowDevice
 from tests.kv_connector.probe import scratch
-from tests.kv_connector.slow_device import SlowDevice
 
 PROBE = (sys.executable, "-m", "tests.kv_connector.probe")
 

@@ -21,8 +21,8 @@ from starlette.types import Message, Receive, Scope, Send
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.http_exchange import BODY_BYTES_PER_SECOND, EventStream, read_json_body, until_disconnect
 from router.edge.http_protocol import ABORT, MAX_WAITING
-from tests.router.edge_parts import ScriptedRelay, http_server
-from tests.router.gateway_client import serving
+from tests.router.edge.edge_parts import ScriptedRelay, http_server
+from tests.router.edge.gateway_client import serving
 
 PATIENCE = 10.0
 

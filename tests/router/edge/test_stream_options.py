@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.gateway_client import CHAT, COMPLETION, Gateway
+from tests.router.edge.gateway_client import CHAT, COMPLETION, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 
 from router.edge.gateway import create_app
-from tests.router.edge_parts import MODEL, ScriptedRelay, http_server, make_edge
+from tests.router.edge.edge_parts import MODEL, ScriptedRelay, http_server, make_edge
 
 REPLY = "Paris is the capital of France"
 COMPLETION = {"model": MODEL, "prompt": "The capital", "max_tokens": 50}

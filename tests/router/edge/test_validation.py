@@ -18,10 +18,10 @@ from router.edge.validation import (
     TokenPrompt,
 )
 from router.request import RoutedRequest
-from tests.router.edge_parts import MAX_MODEL_LEN, MAX_NUM_SEQS, MODEL, ScriptedRelay
+from tests.router.edge.edge_parts import MAX_MODEL_LEN, MAX_NUM_SEQS, MODEL, ScriptedRelay
 from tests.text.tiny_tokenizer import write_tokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = TextPrompt("hello world")
 CHAT = ChatPrompt([{"role": "user", "content": "hello"}])
 

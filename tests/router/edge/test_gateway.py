@@ -12,8 +12,8 @@ from kvrelay.core.errors import KVError, OverloadedError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
 from router.request import RequestEvent, RequestTrace, RoutedRequest
-from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay
-from tests.router.gateway_client import CHAT, COMPLETION, REPLY, Gateway, serving
+from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay
+from tests.router.edge.gateway_client import CHAT, COMPLETION, REPLY, Gateway, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
 

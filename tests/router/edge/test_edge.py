@@ -16,7 +16,7 @@ from router.edge.validation import ClientRequest, TextPrompt
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.loop_turns import counting_turns
 from tests.manual_clock import ManualClock
-from tests.router.edge_parts import ScriptedRelay, counted, make_edge
+from tests.router.edge.edge_parts import ScriptedRelay, counted, make_edge
 from tests.router.scripted_nodes import NAMESPACE
 
 

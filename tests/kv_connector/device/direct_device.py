@@ -16,7 +16,7 @@ from kv_connector.device.memory import BlockCopy, DeviceBuffer
 from kv_connector.header import payload_digest
 from kv_connector.pool import Rows
 from kvrelay.core.errors import KVError
-from tests.kv_connector.slow_device import SlowDevice
+from tests.kv_connector.device.slow_device import SlowDevice
 
 
 class Exposed:

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests.router.edge_parts import ScriptedRelay
-from tests.router.gateway_client import COMPLETION, serving
+from tests.router.edge.edge_parts import ScriptedRelay
+from tests.router.edge.gateway_client import COMPLETION, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
 

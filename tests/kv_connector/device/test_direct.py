@@ -31,7 +31,7 @@ from tests.kv_connector.backends import (
     moved,
     write_and_publish,
 )
-from tests.kv_connector.direct_device import DirectDevice
+from tests.kv_connector.device.direct_device import DirectDevice
 from tests.kv_connector.owner_process import OwnerProcess
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -130,7 +130,7 @@ async def test_a_pool_that_can_not_be_mapped_is_fetched_from_over_ucx_or_not_at_
 @BOTH_WAYS
 @pytest.mark.parametrize("killed", [True, False])
 async def test_another_process_serves_until_it_is_gone(names: str, killed: bool) -> None:
-    child, peer = OwnerProcess("direct_owner", names), direct(names)
+    child, peer = OwnerProcess("device.owner", names), direct(names)
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
     assert set(result) == {FETCHED}
     for block in blocks(16):
@@ -148,7 +148,7 @@ async def test_another_process_serves_until_it_is_gone(names: str, killed: bool)
 
 
 async def test_a_holder_that_stops_leaves_the_device_quiet() -> None:
-    child, peer = OwnerProcess("direct_owner", "ucx"), direct("ucx")
+    child, peer = OwnerProcess("device.owner", "ucx"), direct("ucx")
     assert set(await peer.connector.fetch(child.source, blocks(1), timeout=10)) == {FETCHED}
     assert peer.device.num_quiesced == 0
     child.signal(signal.SIGSTOP)

@@ -14,8 +14,8 @@ from router.edge import http_exchange
 from router.edge.http_protocol import MAX_HEAD_BYTES
 from router.edge.openai_schema import MAX_PROMPTS
 from router.edge.validation import MAX_CHAT_TEMPLATE_KWARGS_CHARS
-from tests.router.edge_parts import MAX_MODEL_LEN, MODEL
-from tests.router.gateway_client import CHAT, COMPLETION, Gateway
+from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL
+from tests.router.edge.gateway_client import CHAT, COMPLETION, Gateway
 from tests.router.scripted_nodes import PATIENCE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file

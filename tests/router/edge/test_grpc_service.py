@@ -25,7 +25,7 @@ from router.edge.edge import Edge
 from router.edge.grpc_service import MAX_REQUEST_ID_CHARS, RouterService
 from router.edge.prompt_logprobs import MAX_ENTRIES
 from router.edge.validation import MAX_MESSAGES
-from tests.router.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
+from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
 
 Stub: TypeAlias = "router_pb2_grpc.RouterAsyncStub"
 
