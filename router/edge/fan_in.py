@@ -36,8 +36,11 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
             if not closing:  # otherwise nobody reads the queue any more, and it may be full
                 await queue.put(None)
 
-    tasks = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for index, source in enumerate(sources):
+            tasks.append(asyncio.create_task(pump(index, source)))
+            await asyncio.sleep(0)  # a hundred of them would begin in one turn of the event loop
         num_running = len(tasks)
         while num_running:
             found = await queue.get()

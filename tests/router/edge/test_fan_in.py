@@ -6,7 +6,9 @@ from contextlib import aclosing
 
 import pytest
 
+from kvrelay.core.tasks import end_tasks
 from router.edge.fan_in import QUEUE_ITEMS, merged
+from tests.loop_turns import counting_turns
 
 
 class Source:
@@ -56,4 +58,30 @@ async def test_closing_while_the_queue_is_full_leaves_no_task(num_sources: int) 
             await asyncio.sleep(0)
         assert sum(source.num_taken for source in sources) <= QUEUE_ITEMS + 2 * num_sources, "the sources wait"
     assert all(source.closed for source in sources)
+    assert asyncio.all_tasks() == before
+
+
+async def test_the_loop_turns_between_the_beginnings_of_the_sources() -> None:
+    """A source begins with work for the event loop: that of a hundred would keep everybody else waiting."""
+    begun_at: list[int] = []
+    async with counting_turns() as num_turns:
+
+        async def source() -> AsyncGenerator[int, None]:
+            begun_at.append(num_turns())
+            yield 0
+
+        assert len([item async for item in merged([source() for _ in range(30)])]) == 30
+    assert len(set(begun_at)) == 30
+
+
+async def test_closing_while_the_sources_begin_leaves_no_task() -> None:
+    sources = [Source(10**9) for _ in range(30)]
+    before = asyncio.all_tasks()
+    first = asyncio.create_task(anext(merged([source.items() for source in sources])))
+    while not sources[3].num_taken:
+        await asyncio.sleep(0)
+    num_taken_last = sources[-1].num_taken
+    await end_tasks(first)
+    assert num_taken_last == 0, "it had not begun"
+    assert all(source.closed for source in sources if source.num_taken)
     assert asyncio.all_tasks() == before
