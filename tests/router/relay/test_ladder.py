@@ -298,6 +298,23 @@ async def test_a_refill_for_the_last_decode_node_while_it_drains() -> None:
         assert await following == LAST
 
 
+async def test_a_refill_that_goes_well_ends_a_row_of_failures() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        following, wire_id = await published(nodes, events)
+        outlier = nodes.registry.prefill[1].outlier
+        for _ in range(4):
+            outlier.failed(UnavailableError("before"))
+        nodes.decode.kv_missing(wire_id, 10)
+        call = await refill_call(nodes, wire_id)
+        call.finish(token(7))
+        call.end()
+        assert (await nodes.decode.pull()).ended
+        outlier.failed(UnavailableError("after"))
+        assert not outlier.is_ejected
+        nodes.decode.tokens(wire_id, LAST)
+        assert await following == LAST
+
+
 async def test_refills_that_fail_count_against_the_node() -> None:
     async with cluster(num_prefill_nodes=2) as nodes:
         for number in range(5):
