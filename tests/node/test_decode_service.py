@@ -186,6 +186,7 @@ async def test_a_prompt_is_computed_here_when_its_holder_has_hung_for_its_share_
                 events.append(await router.event())
             assert [token for event in events for token in event.tokens.token_ids] == expected_output(PROMPT, 3)
             assert any(event.HasField("prompt_logprobs") for event in events) == (command is computed)
+            assert sum(event.HasField("admitted") for event in events) == 1
         assert len(connector.fetches) == 2 and connector.timeouts[0] <= 0.05, "the store is asked, too"
         await router.close()
         await node.check_idle()
