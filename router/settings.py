@@ -113,7 +113,8 @@ class RouterSettings(RouterOptions):
     start_timeout: float = Field(
         default=10.0,
         ge=0,
-        description="Seconds to wait for the nodes before serving without those that are missing.",
+        description="Seconds to wait for a decode node, and for nodes that are there but have not reported yet, before "
+        "serving without them.",
     )
     stop_timeout: float = Field(
         default=5.0,

@@ -45,6 +45,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 FLOW_WINDOW_BYTES = 1024 * 1024
+RECONNECT_SECONDS = 0.5  # longest wait between two attempts to reach a process: requests may wait for it
 RETRY_DELAY_SECONDS = 1
 ERROR_DOMAIN = "kvrelay"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -91,14 +92,14 @@ def _shared_options(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 
 
 def channel_options() -> Options:
-    """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted node is found within two seconds, and
-    one that has another IP address under its name two seconds after the name says so."""
+    """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted process is found about
+    `RECONNECT_SECONDS` later, and one that has another IP address under its name two seconds after the name says so."""
     return [
         *_shared_options(),
         *WITHOUT_PROXY,
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", round(RECONNECT_SECONDS * 1e3)),
         ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     ]
 

@@ -25,7 +25,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
-from kvrelay.core.rpc import channel_options, error_from_rpc
+from kvrelay.core.rpc import RECONNECT_SECONDS, channel_options, error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -78,7 +78,8 @@ class Registry:
         self._timeout = timeout
         self._silence = silence
         self._tasks: list[asyncio.Task[None]] = []
-        self._settled = {address: asyncio.Event() for address in addresses}
+        self._settled: set[str] = set()  # addresses of nodes that were live, draining or refused
+        self._has_settled = asyncio.Event()
         self._tried = {address: asyncio.Event() for address in addresses}
 
     @property
@@ -94,9 +95,9 @@ class Registry:
         self._tasks = [loop.create_task(self._follow(node), name=f"watch {node.address}") for node in self.nodes]
 
     async def wait_settled(self) -> None:
-        """Returns when every node has been live, draining or refused."""
-        for event in self._settled.values():
-            await event.wait()
+        """Returns when every node has been live, draining or refused, or when one that can serve is live and those that
+        are missing could not be reached."""
+        await self._has_settled.wait()
 
     async def close(self) -> None:
         await end_tasks(*self._tasks)
@@ -141,7 +142,7 @@ class Registry:
 
     async def _follow(self, node: NodeHandle) -> None:
         """Connects to a node and watches it, again and again."""
-        backoff = Backoff(random=self._random)
+        backoff = Backoff(longest=RECONNECT_SECONDS, random=self._random)
         while True:
             try:
                 await self._describe(node)
@@ -159,6 +160,7 @@ class Registry:
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
                 backoff.reset()
             node.complaint = str(error)
+            self._check_settled()
             if node.complaint not in node.logged:  # a name with two addresses fails with two messages in turn
                 node.logged.add(node.complaint)
                 _logger.warning("%s node %s", node.role.value, _state_with_reason(node))
@@ -278,7 +280,13 @@ class Registry:
             node.complaint = ""
             node.logged.clear()
             self.changed.set()
-        self._settled[node.address].set()
+        self._settled.add(node.address)
+        self._check_settled()
+
+    def _check_settled(self) -> None:
+        can_serve = self.can_serve()
+        if all(node.address in self._settled or (can_serve and node.complaint) for node in self.nodes):
+            self._has_settled.set()
 
 
 def _state_with_reason(node: NodeHandle) -> str:

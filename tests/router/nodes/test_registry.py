@@ -342,6 +342,20 @@ async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
         assert not registry.decode[1].complaint
 
 
+async def test_a_node_that_cannot_be_reached_keeps_no_router_waiting_that_can_serve() -> None:
+    late_decode, late_prefill = ScriptedDecode(), ScriptedPrefill()
+    async with registered(late=late_decode) as registry:
+        await until(lambda: registry.decode[0].complaint != "")
+        waiting = asyncio.create_task(registry.wait_settled())
+        await until(lambda: registry.decode[0].state is NodeState.CONNECTING and not waiting.done())
+        await late_decode.start()
+        await asyncio.wait_for(waiting, PATIENCE)
+        assert registry.can_serve()
+    async with registered(ScriptedDecode("decode-1"), late=late_prefill) as registry:
+        await settled(registry)
+        assert registry.can_serve() and registry.prefill[0].state is NodeState.CONNECTING
+
+
 async def test_an_address_listed_twice_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="listed twice"):
         Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)
