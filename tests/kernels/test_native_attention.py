@@ -99,6 +99,24 @@ def test_chunked_prefill_does_not_change_a_bit(
         begin += chunk
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("heads", [Heads(8, 2, 64), Heads(7, 1, 32)])
+def test_decodes_of_long_sequences_and_prefills_agree_to_the_bit(
+    heads: Heads, window: int | None, dtype: torch.dtype, instruction_set: str
+) -> None:
+    """Decodes join the results of chunks of KV, which threads divide; what recomputes their KV must not differ."""
+    whole = make_batch(heads, dtype, ((0, 2100),), sliding_window=window)
+    expected = whole.attend(NativeBackend())
+    for position in (1023, 1024, 1300, 2047, 2048, 2099):
+        metadata = replace(
+            whole.metadata,
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=torch.tensor([position + 1], dtype=torch.int32),
+        )
+        decode = replace(whole, query=whole.query[position : position + 1], metadata=metadata)
+        assert torch.equal(decode.attend(NativeBackend())[0], expected[position]), position
+
+
 def test_strided_queries(instruction_set: str) -> None:
     """Queries are usually a view of the fused projection of queries, keys and values."""
     batch = make_batch(Heads(4, 2, 64), torch.float32, MIXED)

@@ -245,26 +245,62 @@ static void attend_packed(const AttentionCall& call, const AttentionItem& item, 
   }
 }
 
-template <class T>
-static void store_rows(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows) {
-  const std::int64_t first_token = call.query_start_loc[item.sequence] + item.first_query;
+static void clear_rows(const ItemRows& rows) {
+  for (int i = 0; i < rows.count * rows.output_stride; ++i) rows.output[i] = 0.0f;
+  for (int i = 0; i < rows.count * kMaxWidth; ++i) rows.sums[i] = 0.0f;
+  for (int row = 0; row < rows.count; ++row) rows.maxima[row] = -3.402823466e38f;  // finite: a row may see nothing of a tile, or of a chunk
+}
+
+static void store_partial(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, int row, float* slot) {
+  slot[0] = rows.maxima[row] * call.scale * kLog2E * call.key_scale(item.kv_head);
+  slot[1] = sum(load(rows.sums + row * kMaxWidth));
+  const float* source = rows.output + row * rows.output_stride;
+  for (int d = 0; d < rows.output_stride; d += kWidth) store(slot + kMaxWidth + d, load(source + d));
+}
+
+// Joins the result of the next chunk to that of all before it. A chunk of which nothing is seen does not change the result.
+static void join_partial(float* slot, const float* next, int head_dim) {
+  const float highest = next[0] > slot[0] ? next[0] : slot[0];
+  const Reg weight = power_of_two_below(splat(slot[0] - highest));
+  const Reg next_weight = power_of_two_below(splat(next[0] - highest));
+  float sums[kWidth];
+  store(sums, fma(next_weight, splat(next[1]), mul(weight, splat(slot[1]))));
+  slot[0] = highest;
+  slot[1] = sums[0];
+  for (int d = kMaxWidth; d < kMaxWidth + head_dim; d += kWidth)
+    store(slot + d, fma(next_weight, load(next + d), mul(weight, load(slot + d))));
+}
+
+// Joins what the rows have of a chunk to `slots`, one per row and one more, and clears them for the next one.
+static void keep_chunk(const AttentionCall& call, const AttentionItem& item, const ItemRows& rows, bool is_first, float* slots) {
+  const int slot_floats = partial_floats(call.head_dim);
+  float* newest = slots + rows.count * slot_floats;
   for (int row = 0; row < rows.count; ++row) {
-    const float* source = rows.output + row * rows.output_stride;
-    const float row_sum = sum(load(rows.sums + row * kMaxWidth));
-    if (item.partial >= 0) {
-      float* slot = call.partials + (item.partial + row) * partial_floats(call.head_dim);
-      slot[0] = rows.maxima[row] * call.scale * kLog2E * call.key_scale(item.kv_head);
-      slot[1] = row_sum;
-      for (int d = 0; d < rows.output_stride; d += kWidth) store(slot + kMaxWidth + d, load(source + d));
-      continue;
-    }
-    const std::int64_t head = static_cast<std::int64_t>(item.kv_head) * rows.group + row % rows.group;
-    T* target = static_cast<T*>(call.output) + ((first_token + row / rows.group) * call.num_heads + head) * call.head_dim;
-    const Reg inverse = splat(call.value_scale(item.kv_head) / row_sum);
-    int d = 0;
-    for (; d + kWidth <= call.head_dim; d += kWidth) store(target + d, mul(load(source + d), inverse));
-    if (d < call.head_dim) store_n(target + d, mul(load(source + d), inverse), call.head_dim - d);
+    float* slot = slots + row * slot_floats;
+    store_partial(call, item, rows, row, is_first ? slot : newest);
+    if (!is_first) join_partial(slot, newest, call.head_dim);
   }
+  clear_rows(rows);
+}
+
+// Writes the output of one query head of a group, whose weights add up to `row_sum`.
+template <class T>
+static void store_output(const AttentionCall& call, int kv_head, std::int64_t token, int head, const float* source, float row_sum) {
+  const std::int64_t group = call.num_heads / call.num_kv_heads;
+  T* target = static_cast<T*>(call.output) + (token * call.num_heads + kv_head * group + head) * call.head_dim;
+  const Reg inverse = splat(call.value_scale(kv_head) / row_sum);
+  int d = 0;
+  for (; d + kWidth <= call.head_dim; d += kWidth) store(target + d, mul(load(source + d), inverse));
+  if (d < call.head_dim) store_n(target + d, mul(load(source + d), inverse), call.head_dim - d);
+}
+
+// The part of an item from position `begin` to the end of its chunk.
+static AttentionItem part_from(const AttentionItem& item, std::int32_t begin) {
+  const std::int32_t chunk_end = (begin / kChunkTokens + 1) * kChunkTokens;
+  AttentionItem part = item;
+  part.kv_begin = begin;
+  part.kv_end = item.kv_end < chunk_end ? item.kv_end : chunk_end;
+  return part;
 }
 
 template <class T, class P>
@@ -273,58 +309,56 @@ static void attend_item(const AttentionCall& call, const AttentionItem& item, co
   const int count = item.num_queries * group;
   const int padded_count = padded(count, kMaxWidth);  // a matrix unit may touch whole tiles of rows
   const int stride = padded(call.head_dim, kMaxWidth);
-  const std::int64_t query_len = call.query_start_loc[item.sequence + 1] - call.query_start_loc[item.sequence];
+  const int slot_floats = partial_floats(call.head_dim);
   float* query = scratch;
   float* scores = query + padded_count * stride;
   float* output = scores + padded_count * kTileTokens;
   float* packed = output + padded_count * stride;
   float* sums = packed + 2 * kTileTokens * stride;
   float* maxima = sums + count * kMaxWidth;
-  for (int i = 0; i < count * stride; ++i) output[i] = 0.0f;
-  for (int row = 0; row < count; ++row) {
-    maxima[row] = -3.402823466e38f;  // finite, so that a row that sees nothing of its first tile stays defined
-    for (int i = 0; i < kMaxWidth; ++i) sums[row * kMaxWidth + i] = 0.0f;
-  }
+  float* slots = maxima + count;
+  const std::int64_t query_len = call.query_start_loc[item.sequence + 1] - call.query_start_loc[item.sequence];
   const std::int64_t first_position = call.seq_lens[item.sequence] - query_len + item.first_query;
   const ItemRows rows{count, group, first_position, call.window, maxima, sums, output, stride};
   copy_queries<T>(call, item, rows, query, stride);
+  clear_rows(rows);
+  bool is_single = true;  // chunk
   switch (count) {
     case 1: attend_in_place<T, P, 1>(call, item, following, rows, query, stride, scores); break;
     case 2: attend_in_place<T, P, 2>(call, item, following, rows, query, stride, scores); break;
     case kMaxDotRows: attend_in_place<T, P, kMaxDotRows>(call, item, following, rows, query, stride, scores); break;
-    default: attend_packed<T, P>(call, item, following, rows, query, stride, scores, packed); break;
+    default:
+      for (std::int32_t begin = item.kv_begin; begin < item.kv_end;) {
+        const AttentionItem part = part_from(item, begin);
+        const AttentionItem next = part_from(item, part.kv_end);
+        const bool is_last = part.kv_end == item.kv_end;
+        attend_packed<T, P>(call, part, is_last ? following : &next, rows, query, stride, scores, packed);
+        if (!is_last || !is_single) keep_chunk(call, item, rows, is_single, slots);
+        if (!is_last) is_single = false;
+        begin = part.kv_end;
+      }
   }
-  store_rows<T>(call, item, rows);
+  const std::int64_t first_token = call.query_start_loc[item.sequence] + item.first_query;
+  for (int row = 0; row < count; ++row) {
+    if (item.partial >= 0) {
+      store_partial(call, item, rows, row, call.partials + (item.partial + row) * slot_floats);
+      continue;
+    }
+    const float* slot = slots + row * slot_floats;
+    const float* result = is_single ? output + row * stride : slot + kMaxWidth;
+    const float row_sum = is_single ? sum(load(sums + row * kMaxWidth)) : slot[1];
+    store_output<T>(call, item.kv_head, first_token + row / group, row % group, result, row_sum);
+  }
 }
 
-// Joins the partial results of a decode query, in order of position: the same sum whatever the number of threads.
+// Joins the chunks of a decode query in order of position, as a prefill does: the same sum whatever the number of threads.
 template <class T>
 static void merge_item(const AttentionCall& call, const MergeItem& item) {
   const int group = call.num_heads / call.num_kv_heads;
   const int slot_floats = partial_floats(call.head_dim);
   for (int head = 0; head < group; ++head) {
-    const float* slots = call.partials + (item.partial + head) * slot_floats;
-    const std::int64_t chunk_stride = static_cast<std::int64_t>(group) * slot_floats;
-    float highest = slots[0];
-    for (int chunk = 1; chunk < item.num_chunks; ++chunk)
-      highest = slots[chunk * chunk_stride] > highest ? slots[chunk * chunk_stride] : highest;
-    T* target = static_cast<T*>(call.output) +
-                (static_cast<std::int64_t>(item.token) * call.num_heads + item.kv_head * group + head) * call.head_dim;
-    for (int d = 0; d < call.head_dim; d += kWidth) {
-      Reg total = splat(0.0f);
-      Reg denominator = splat(0.0f);
-      for (int chunk = 0; chunk < item.num_chunks; ++chunk) {
-        const float* slot = slots + chunk * chunk_stride;
-        const Reg weight = power_of_two_below(splat(slot[0] - highest));
-        denominator = fma(weight, splat(slot[1]), denominator);
-        total = fma(weight, load(slot + kMaxWidth + d), total);
-      }
-      const Reg result = mul(div(total, denominator), splat(call.value_scale(item.kv_head)));
-      if (d + kWidth <= call.head_dim) {
-        store(target + d, result);
-      } else {
-        store_n(target + d, result, call.head_dim - d);
-      }
-    }
+    float* slot = call.partials + (item.partial + head) * slot_floats;
+    for (std::int64_t chunk = 1; chunk < item.num_chunks; ++chunk) join_partial(slot, slot + chunk * group * slot_floats, call.head_dim);
+    store_output<T>(call, item.kv_head, item.token, head, slot + kMaxWidth, slot[1]);
   }
 }

@@ -15,11 +15,6 @@
 namespace paged {
 namespace {
 
-// A decode query over a long sequence is cut at multiples of this many positions ("flash-decoding", Dao et al., 2023), so that a small
-// batch keeps all threads busy. It depends on nothing but the position: a token's result is the same in any batch, on any thread count.
-constexpr int kChunkTokens = 512;
-static_assert(kChunkTokens % kTileTokens == 0);
-
 // Rows (queries times heads of a group) that share one packed KV tile.
 constexpr int kTargetRows = 128;
 

@@ -12,6 +12,10 @@ namespace paged {
 // Tokens of KV handled together; tiles start at multiples of it, so that a token's result does not depend on how its sequence was
 // cut into chunks or which other tokens share the call, but for chunks of so few rows that they are summed another way (`attend_in_place`).
 inline constexpr int kTileTokens = 64;
+// KV is attended in chunks that end at multiples of this many positions, whose results are joined in order of position. So a decode query
+// over a long sequence can be divided among threads ("flash-decoding", Dao et al., 2023), and gets what a prefill of its token would.
+inline constexpr int kChunkTokens = 1024;
+static_assert(kChunkTokens % kTileTokens == 0);
 // Longest vector of any instruction set, in floats: rows in scratch memory are padded to it.
 inline constexpr int kMaxWidth = 16;
 inline constexpr int kMaxHeadDim = 256;
@@ -45,7 +49,7 @@ struct AttentionCall {
 };
 
 // All query heads of one KV head, for `num_queries` consecutive queries of a sequence, over KV positions [kv_begin, kv_end).
-// `partial` < 0: the result goes to the output; otherwise unnormalised to partial slots `partial + g`, one per query head.
+// `partial` < 0: the result goes to the output; otherwise, of a single chunk, unnormalised to partial slots `partial + g`, one per query head.
 struct AttentionItem {
   std::int32_t sequence;
   std::int32_t kv_head;
@@ -69,11 +73,12 @@ inline constexpr int padded(int count, int multiple) { return (count + multiple 
 // A partial slot: maximum, sum, then the accumulated row.
 inline constexpr int partial_floats(int head_dim) { return kMaxWidth + padded(head_dim, kMaxWidth); }
 
-// Scratch floats an item needs: query, scores and output rows, row maxima and sums, a K and a V tile.
+// Scratch floats an item needs: query, scores and output rows, row maxima and sums, a K and a V tile, a partial slot per row and one more.
 inline std::size_t scratch_floats(int rows, int head_dim) {
   const std::size_t dim = static_cast<std::size_t>(padded(head_dim, 2 * kMaxWidth));
   const std::size_t row_count = static_cast<std::size_t>(padded(rows, kMaxWidth));
-  return row_count * (2 * dim + kTileTokens + kMaxWidth + 1) + 2 * dim * kTileTokens;
+  const std::size_t slots = static_cast<std::size_t>(rows + 1) * static_cast<std::size_t>(partial_floats(head_dim));
+  return row_count * (2 * dim + kTileTokens + kMaxWidth + 1) + 2 * dim * kTileTokens + slots;
 }
 
 struct RowSpan {

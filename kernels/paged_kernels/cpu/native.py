@@ -1,8 +1,9 @@
 """The compiled attention backend for CPUs. Imports the extension, which must have been built.
 
 It picks the best instruction set of the processor at run time and computes on `num_threads()` threads. A token's result
-is the same to the last bit in any batch and on any number of threads. The same holds for any chunks of a prompt when at
-least four query heads share a KV head; otherwise pieces of very few tokens sum in another order.
+is the same to the last bit in any batch and on any number of threads. When at least four query heads share a KV head,
+it is also the same however its sequence was divided among steps; otherwise steps of very few tokens, such as decodes,
+sum in another order.
 """
 
 import torch
