@@ -322,7 +322,8 @@ static void attend_item(const AttentionCall& call, const AttentionItem& item, co
   const ItemRows rows{count, group, first_position, call.window, maxima, sums, output, stride};
   copy_queries<T>(call, item, rows, query, stride);
   clear_rows(rows);
-  bool is_single = true;  // chunk
+  // Few rows sum in another order anyway, and take all chunks in one.
+  const bool is_single = count <= kMaxDotRows || part_from(item, item.kv_begin).kv_end == item.kv_end;
   switch (count) {
     case 1: attend_in_place<T, P, 1>(call, item, following, rows, query, stride, scores); break;
     case 2: attend_in_place<T, P, 2>(call, item, following, rows, query, stride, scores); break;
@@ -331,10 +332,8 @@ static void attend_item(const AttentionCall& call, const AttentionItem& item, co
       for (std::int32_t begin = item.kv_begin; begin < item.kv_end;) {
         const AttentionItem part = part_from(item, begin);
         const AttentionItem next = part_from(item, part.kv_end);
-        const bool is_last = part.kv_end == item.kv_end;
-        attend_packed<T, P>(call, part, is_last ? following : &next, rows, query, stride, scores, packed);
-        if (!is_last || !is_single) keep_chunk(call, item, rows, is_single, slots);
-        if (!is_last) is_single = false;
+        attend_packed<T, P>(call, part, part.kv_end < item.kv_end ? &next : following, rows, query, stride, scores, packed);
+        if (!is_single) keep_chunk(call, item, rows, begin == item.kv_begin, slots);
         begin = part.kv_end;
       }
   }

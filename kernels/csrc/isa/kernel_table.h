@@ -49,7 +49,7 @@ struct AttentionCall {
 };
 
 // All query heads of one KV head, for `num_queries` consecutive queries of a sequence, over KV positions [kv_begin, kv_end).
-// `partial` < 0: the result goes to the output; otherwise, of a single chunk, unnormalised to partial slots `partial + g`, one per query head.
+// `partial` < 0: the result goes to the output; otherwise, of one chunk, unnormalised to slots `partial + g`, one per query head.
 struct AttentionItem {
   std::int32_t sequence;
   std::int32_t kv_head;
