@@ -4,7 +4,7 @@
    ready, the load begins.
 2. A session waits for its time, then for a free place when concurrency is limited.
 3. It sends its request and reads the whole answer; the record is made even when the request fails or is cut.
-4. A conversation hears the answer and asks again; other sessions start afresh.
+4. A conversation hears the answer and asks again; other sessions start afresh, after a failure not at once.
 
 Building is done in slices, between which the loop takes the time of what arrives on other streams.
 Invariant: when `run` returns or is cancelled, every request that was sent has exactly one record, and none is running.
@@ -24,6 +24,7 @@ from kvrelay.core.tasks import end_tasks
 
 MAX_READY = 32  # first requests that wait for their time; one of 190,000 tokens takes about a megabyte
 _TICK_SECONDS = 0.01
+_PAUSE_AFTER_FAILURE_SECONDS = 1.0
 
 
 class Load:
@@ -85,10 +86,12 @@ class Load:
                 answer = await self._run_request(request, scheduled)
                 if answer.failure is not None and session.is_conversation:
                     return
-                scheduled = self.elapsed + session.think_time
+                pause = session.think_time if answer.failure is None else _PAUSE_AFTER_FAILURE_SECONDS
+                scheduled = self.elapsed + pause
                 requests.hear(answer)
                 request = await requests.next_request()
-                await self._sleep_until(scheduled)
+                if request is not None:
+                    await self._sleep_until(scheduled)
 
     async def _sleep_until(self, at: float) -> None:
         """Returns at `at` seconds since the load began, never earlier: a loop's timers may be."""

@@ -4,6 +4,7 @@
 import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PlainSerializer, SecretStr, model_validator
 
@@ -27,6 +28,8 @@ def _is_lengths(text: str) -> str:
 def _is_url(url: str) -> str:
     if not url.startswith(("http://", "https://", GRPC_SCHEME)):
         raise ValueError(f"{url!r} must begin with http://, https:// or {GRPC_SCHEME}")
+    if "@" in urlsplit(url).netloc:  # result files hold the address
+        raise ValueError("must have no user and password; a key belongs in KVRELAY_API_KEY")
     return url
 
 

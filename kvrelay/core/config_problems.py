@@ -1,6 +1,7 @@
 """What a user is told about a setting that is wrong: its name, what is wrong with it, and how to set it."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
 from pydantic.fields import FieldInfo
@@ -8,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from kvrelay.core.config_fields import argument_of, flag_of, is_secret, variable_of
 
+_USER_OF_URL = re.compile(r"//[^/]*@")
 _SERVICE_LINK = (
     "Kubernetes gives every pod such a variable, KVRELAY_PORT for a Service called kvrelay, KVRELAY_GRPC_PORT for "
     "kvrelay-grpc: set `enableServiceLinks: false` in the pod, or call the Service otherwise"
@@ -15,14 +17,15 @@ _SERVICE_LINK = (
 
 
 def explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
-    """Returns what pydantic has found, in our words and with the remedy. A secret is not shown."""
+    """Returns what pydantic has found, in our words and with the remedy. A secret, or the user and
+    password of an address, is not shown."""
     name = str(details["loc"][0]) if details["loc"] else ""
     problem = details["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
     if details["type"] == "string_type":  # only a file has anything else: 007, on and 1e5 are no texts in YAML
         problem = "must be a text: write it in quotes"
     if name not in fields:
         return problem
-    got = "" if is_secret(fields[name]) else f", got {details['input']!r}"
+    got = "" if is_secret(fields[name]) else f", got {_USER_OF_URL.sub('//***@', repr(details['input']))}"
     is_service_link = fields[name].annotation is int and str(details["input"]).startswith("tcp://")
     return f"{argument_of(name, fields[name])}: {problem}{got}\n  " + (
         _SERVICE_LINK if is_service_link else remedy(name, fields[name])

@@ -96,6 +96,10 @@ def test_without_a_known_command_the_commands_are_listed(capsys: pytest.CaptureF
         (["sweep"], "give either --request-rates or --concurrencies"),
         (["sweep", "--concurrencies", "1,0"], "must be positive"),
         (["latency", "--url", "localhost:8000"], "must begin with http://"),
+        (
+            ["latency", "--url", "http://me:secret@localhost:8000"],
+            "no user and password; a key belongs in KVRELAY_API_KEY, got 'http://***@localhost:8000'",
+        ),
         (["latency", "--slo", "fast=1"], "METRIC=MILLISECONDS"),
         (["latency", "--input-len", "5-x"], "write 512, or 128-512"),
         (["latency", "--save-requests"], "--save-requests needs --json-file"),

@@ -120,6 +120,13 @@ async def test_mixed_load_has_both_kinds(url: str) -> None:
     assert all(record.scheduled < 0.3 for record in result.records if record.kind == "steady")
 
 
+async def test_a_stream_that_fails_does_not_ask_again_at_once(url: str, relay: ScriptedRelay) -> None:
+    relay.fail_with = OverloadedError("queues are full")
+    settings = ServeBenchSettings(url=url, workload="mixed", streams=2, duration=0.3, warmup=0, **SMALL)
+    _, [result] = await measure(settings)
+    assert [record.kind for record in result.records].count("steady") == 2
+
+
 async def test_a_sweep_measures_every_load(url: str) -> None:
     settings = SweepBenchSettings(url=url, request_rates=(500.0, 1000.0), requests=3, **SMALL)
     _, results = await measure(settings)
