@@ -3,9 +3,10 @@
 This module fills in the headers of blocks and compares received headers with the requested blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_connector.header import DIGEST_OFFSET, BlockHeader, Mismatch, encoded_before_digest, layout_digest
+from kv_connector.header import BlockHeader, Mismatch, encoded_before_digest, layout_digest
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.named_block import NamedBlock
 
@@ -48,11 +49,10 @@ class Geometry:
             epoch=epoch,
         )
 
-    def promised_digest(self, header: bytes, block: NamedBlock, *, epoch: int) -> bytes | Mismatch:
-        """Returns the payload digest of an encoded header, or the first field that is not that of the requested block.
-        Nearly all headers are right; these are compared as bytes and not decoded."""
-        right = encoded_before_digest(block.block_hash, self.layout_digest, self.block_bytes, block.num_tokens, epoch)
-        if header[:DIGEST_OFFSET] == right:
-            return header[DIGEST_OFFSET:]
-        decoded = BlockHeader.decode(header)
-        return self.verify(decoded, block, epoch=epoch) or decoded.payload_digest
+    def headers_before_digest(self, blocks: Sequence[NamedBlock], epoch: int) -> list[bytes]:
+        """Returns what the headers of these blocks, published by the node of that epoch, have before the digest. To
+        compare it takes a fraction of the time of decoding and `verify`."""
+        layout_digest, size = self.layout_digest, self.block_bytes
+        return [
+            encoded_before_digest(block.block_hash, layout_digest, size, block.num_tokens, epoch) for block in blocks
+        ]

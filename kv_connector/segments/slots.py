@@ -16,14 +16,14 @@ meanwhile.
 import mmap
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
-from kv_connector.header import HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
+from kv_connector.header import DIGEST_OFFSET, HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.named_block import NamedBlock
@@ -92,8 +92,7 @@ class OwnedSlots:
         self._slots["sequence"][ids] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSnapshot:
+class SlotSnapshot(NamedTuple):
     """A slot before its block is copied: its counter, and the digest that the copy must have."""
 
     slot: int
@@ -109,16 +108,14 @@ class PeerSlots:
         self._geometry = geometry
 
     def find(self, names: Sequence[BlockHash]) -> dict[BlockHash, list[int]]:
-        """Returns the slots that have these names now: compares the first 8 bytes of all, then the few hits in full."""
-        wanted_names = set(names)
-        wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(name[:8] for name in names), "<u8"))
+        """Returns the slots that have these names now, and maybe others: compares the first 8 bytes."""
+        wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(names), "<u8")[:: HASH_BYTES // 8])
         held = np.ascontiguousarray(self._slots["name_prefix"])
         nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
         hits = np.flatnonzero(wanted[nearest] == held)
         found: dict[BlockHash, list[int]] = {}
         for slot, name in zip(hits.tolist(), _as_bytes(self._slots["name"][hits]), strict=True):
-            if BlockHash(name) in wanted_names:
-                found.setdefault(BlockHash(name), []).append(slot)
+            found.setdefault(BlockHash(name), []).append(slot)
         return found
 
     def take_snapshots(
@@ -129,10 +126,13 @@ class PeerSlots:
         before = self._slots["sequence"][ids]
         headers = _headers(self._slots, ids)
         steady = (self._slots["sequence"][ids] == before) & (before % 2 == 0)
+        right = self._geometry.headers_before_digest(blocks, epoch)
         return [
-            self._snapshot(slot, counter, header, block, epoch) if is_steady else FetchOutcome.MISSING
-            for slot, counter, header, block, is_steady in zip(
-                slots, before.tolist(), headers, blocks, steady.tolist(), strict=True
+            SlotSnapshot(slot, counter, header[DIGEST_OFFSET:])
+            if is_steady and header.startswith(beginning)
+            else self._refusal(header, block, epoch, is_steady=is_steady)
+            for slot, counter, header, block, beginning, is_steady in zip(
+                slots, before.tolist(), headers, blocks, right, steady.tolist(), strict=True
             )
         ]
 
@@ -145,13 +145,12 @@ class PeerSlots:
         """Drops the view of the mapping."""
         self._slots = np.empty(0, _SLOT)
 
-    def _snapshot(
-        self, slot: int, counter: int, header: bytes, block: NamedBlock, epoch: int
-    ) -> SlotSnapshot | Verdict:
-        if header[HASH_OFFSET : HASH_OFFSET + HASH_BYTES] != block.block_hash:
+    def _refusal(self, header: bytes, block: NamedBlock, epoch: int, *, is_steady: bool) -> Verdict:
+        """Returns why a copy would be useless for a slot whose header is not that of the block."""
+        decoded = BlockHeader.decode(header)
+        if not is_steady or decoded.block_hash != block.block_hash:
             return FetchOutcome.MISSING  # retracted or replaced since it was found
-        digest = self._geometry.promised_digest(header, block, epoch=epoch)
-        return SlotSnapshot(slot, counter, digest) if isinstance(digest, bytes) else digest
+        return self._geometry.verify(decoded, block, epoch=epoch) or Mismatch.VERSION  # zeros that are none
 
 
 def _judged(snapshot: SlotSnapshot, counter: int, digest: bytes) -> Verdict:
