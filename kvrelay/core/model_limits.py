@@ -25,16 +25,20 @@ def checked_sampling(sampling: SamplingParams, *, vocab_size: int, max_num_seqs:
     )
 
 
+def too_long(max_model_len: int, reason: str, *, field: str) -> ContextLengthError:
+    """Returns the error in OpenAI's words, by which clients such as LiteLLM know a conversation that has to be
+    shortened, and from which some read the model's length."""
+    message = f"This model's maximum context length is {max_model_len} tokens, but {reason}"
+    return ContextLengthError(message, field=field)
+
+
 def room_for_output(num_prompt_tokens: int, max_model_len: int, *, field: str, prompt: str = "the prompt") -> int:
     """Returns how many tokens are left for the output, at least one. Raises ContextLengthError, in which `prompt` says
     which one it is about."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextLengthError(
-            f"{prompt} has {num_prompt_tokens} tokens, but the model's maximum context length is {max_model_len} "
-            "tokens of prompt and output together",
-            field=field,
-        )
+        reason = f"{prompt} has {num_prompt_tokens} tokens, which leave none for the output"
+        raise too_long(max_model_len, reason, field=field)
     return room
 
 

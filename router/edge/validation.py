@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvrelay.core.errors import ContextLengthError, InvalidRequestError, UnknownModelError
-from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output
+from kvrelay.core.errors import InvalidRequestError, UnknownModelError
+from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output, too_long
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import ChatMessage, Tokenizer
 from router.request import Relay, RoutedRequest, ServedModel
@@ -147,21 +147,15 @@ def _max_tokens(client: ClientRequest, num_prompt_tokens: int, max_model_len: in
     if wanted < 1:
         raise InvalidRequestError(f"{field} must be at least 1, got {wanted}", field=field)
     if wanted > room:
-        raise ContextLengthError(
-            f"{num_prompt_tokens} prompt tokens and {field} of {wanted} are more than the model's maximum context "
-            f"length of {max_model_len} tokens: {field} may be at most {room}",
-            field=field,
-        )
+        reason = f"{num_prompt_tokens} prompt tokens and {field} of {wanted} are more: {field} may be at most {room}"
+        raise too_long(max_model_len, reason, field=field)
     return wanted
 
 
 def _check_chars(text: str, field: str, model: ServedModel) -> None:
     if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
-        raise ContextLengthError(
-            f"{field} has {len(text)} characters, far more than the model's maximum context length of "
-            f"{model.max_model_len} tokens",
-            field=field,
-        )
+        reason = f"{field} has {len(text)} characters, which are far more"
+        raise too_long(model.max_model_len, reason, field=field)
 
 
 def _check_template_kwargs(kwargs: dict[str, Any] | None) -> None:

@@ -31,8 +31,16 @@ def test_any_id_of_the_vocabulary_is_a_token() -> None:
     [
         (lambda: checked_sampling(SamplingParams(n=9), vocab_size=5, max_num_seqs=8), "n", "n is 9, but at most 8 "),
         (lambda: checked_sampling(SamplingParams(top_p=2), vocab_size=5, max_num_seqs=8), "top_p", "top_p must be"),
-        (lambda: room_for_output(100, 100, field="messages"), "messages", "the prompt has 100 tokens, but .* is 100 "),
-        (lambda: room_for_output(7, 7, field="prompts", prompt="prompt 3"), "prompts", "prompt 3 has 7 tokens"),
+        (
+            lambda: room_for_output(100, 100, field="messages"),
+            "messages",
+            "This model's maximum context length is 100 tokens, but the prompt has 100 tokens",
+        ),
+        (
+            lambda: room_for_output(8, 7, field="prompts", prompt="prompt 3"),
+            "prompts",
+            "This model's maximum context length is 7 tokens, but prompt 3 has 8 tokens",
+        ),
         (lambda: check_token_ids([5, 100], 100, field="prompt"), "prompt", "prompt: token id 100 .* of 100"),
         (lambda: check_token_ids([-1], 9, field="prompts", name="prompt 3"), "prompts", "prompt 3: token id -1"),
     ],
