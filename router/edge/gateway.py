@@ -91,7 +91,7 @@ def _cross_origin(allowed: Sequence[str]) -> list[Middleware]:
             allow_origins=allowed,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
     ]
 

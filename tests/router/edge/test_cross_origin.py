@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from kvrelay.core.errors import OverloadedError
+from kvrelay.core.errors import DeadlineError, KVRelayError, OverloadedError
 from router.edge.gateway import create_app
 from router.settings import RouterSettings
 from tests.router.edge.edge_parts import ScriptedRelay, http_server, make_edge
@@ -47,6 +47,17 @@ async def test_only_pages_of_allowed_origins_may_call(
         refused = await http.post("/v1/completions", json=COMPLETION, headers={"origin": PAGE})
         assert refused.status_code == 429  # whose reason the page may read as well
         assert refused.headers.get("access-control-allow-origin") == expected
+
+
+@pytest.mark.parametrize("error", [OverloadedError("busy"), DeadlineError("late")])
+async def test_a_page_may_read_whether_to_try_again(error: KVRelayError, relay: ScriptedRelay) -> None:
+    """OpenAI's client in a browser would otherwise send again what would take as long again."""
+    relay.fail_with = error
+    async with served(relay, [PAGE]) as http:
+        refused = await http.post("/v1/completions", json=COMPLETION, headers={"origin": PAGE})
+    told = {"x-request-id", "retry-after", "x-should-retry"} & refused.headers.keys()
+    assert len(told) == 2
+    assert told <= set(refused.headers["access-control-expose-headers"].split(", "))
 
 
 def test_origins_have_no_path() -> None:
