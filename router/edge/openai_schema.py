@@ -48,6 +48,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
+    # Fields that are supported for these values only.
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {}
+
     model: str | None = None
 
     @classmethod
@@ -64,13 +67,18 @@ class Body(BaseModel):
 
     def refuse_unsupported(self) -> None:
         """Raises InvalidRequestError for fields, or combinations of them, that are known but not supported."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.refused:
+                _logger.debug("ignored unknown field %s", name)
+            elif value is not None and value not in self.refused[name]:
+                raise InvalidRequestError(f"{name} is not supported here", field=name)
 
 
 class GenerationBody(Body):
     """The fields that completions and chat have in common."""
 
-    # Fields that are supported for these values only, unless a subclass has them. All are refused in completions and
-    # in chat, so that nobody believes in a field that belongs to the other.
+    # Unless a subclass has them. All are refused in completions and in chat, so that nobody believes in a field that
+    # belongs to the other.
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         "guided_json": (),
         "guided_regex": (),
@@ -147,12 +155,7 @@ class GenerationBody(Body):
         return options is not None and options.include_usage is True and options.continuous_usage_stats is True
 
     def refuse_unsupported(self) -> None:
-        extra = self.model_extra or {}
-        for name, value in extra.items():
-            if name not in self.refused:
-                _logger.debug("ignored unknown field %s", name)
-            elif value is not None and value not in self.refused[name]:
-                raise InvalidRequestError(f"{name} is not supported here", field=name)
+        super().refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", field="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -291,6 +294,12 @@ class ChatBody(GenerationBody):
 
 class TokenizeBody(Body):
     """A text, or the messages of a chat, whose tokens are wanted, as vLLM's `/tokenize` takes them."""
+
+    # Nothing that would change a chat's prompt may be ignored.
+    refused: ClassVar[dict[str, tuple[object, ...]]] = {
+        name: GenerationBody.refused[name]
+        for name in ("tools", "documents", "mm_processor_kwargs", "chat_template", "continue_final_message")
+    }
 
     prompt: str | None = None
     messages: Messages | None = None

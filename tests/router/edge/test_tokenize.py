@@ -25,6 +25,7 @@ async def test_a_chat_has_the_tokens_that_are_generated_from(gateway: Gateway) -
     tokens = (await gateway.post("/tokenize", CHAT)).json()["tokens"]
     await gateway.post("/v1/chat/completions", CHAT)
     assert tuple(tokens) == gateway.relay.requests[-1].prompt_token_ids
+    assert (await gateway.post("/tokenize", {**CHAT, "tools": [], "max_tokens": 5})).json()["tokens"] == tokens
     unfinished = (await gateway.post("/tokenize", {**CHAT, "add_generation_prompt": False})).json()["tokens"]
     assert tokens[: len(unfinished)] == unfinished and len(unfinished) < len(tokens)
 
@@ -40,6 +41,10 @@ async def test_a_chat_has_the_tokens_that_are_generated_from(gateway: Gateway) -
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, 400, "add_generation_prompt"),
         ("/tokenize", {**CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages"),
+        ("/tokenize", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
+        ("/tokenize", {**CHAT, "chat_template": "{{ messages }}"}, 400, "chat_template"),
+        ("/tokenize", {**CHAT, "continue_final_message": True}, 400, "continue_final_message"),
+        ("/tokenize", {**CHAT, "documents": [{"text": "x"}]}, 400, "documents"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "12"}, 400, "tokens"),
