@@ -61,3 +61,42 @@ def test_no_garbage_is_looked_for_while_a_body_becomes_objects(more: dict[str, o
         gc.callbacks.remove(note)
     assert num_phases <= 4, "one or two collections before or after it"
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "harmless"),
+    [
+        ("reasoning_effort", "none", None),
+        ("verbosity", "low", "medium"),
+        ("moderation", {"model": "omni-moderation-latest"}, None),
+        ("thinking_token_budget", 100, -1),
+        ("repetition_detection", {"max_pattern_size": 8}, None),
+        ("logprob_token_ids", [5], None),
+        ("watermarking", True, False),
+        ("return_prompt_text", True, False),
+        ("vllm_xargs", {"x": 1}, {}),
+    ],
+)
+def test_what_would_change_an_answer_is_not_ignored(field: str, value: object, harmless: object) -> None:
+    for cls, body in ((CompletionBody, {"prompt": "hello"}), (ChatBody, {"messages": [MESSAGE]})):
+        cls.parse(json.dumps(body | {field: harmless}).encode())
+        with pytest.raises(InvalidRequestError, match=f"^{field} is not supported") as refused:
+            cls.parse(json.dumps(body | {field: value}).encode())
+        assert refused.value.field == field
+
+
+def test_what_frameworks_send_and_changes_no_answer_is_ignored() -> None:
+    message: dict[str, object] = {**MESSAGE, "name": "ann", "refusal": None, "tool_calls": None, "annotations": []}
+    fields = {
+        "user": "ann",
+        "metadata": {"session": "1"},
+        "service_tier": "auto",
+        "safety_identifier": "ann",
+        "prompt_cache_key": "chat",
+        "parallel_tool_calls": True,
+        "request_id": "1",
+        "spaces_between_special_tokens": True,
+        "tools": None,
+        "store": False,
+    }
+    assert ChatBody.parse(json.dumps({"messages": [message], **fields}).encode()).rendered_messages() == [MESSAGE]
