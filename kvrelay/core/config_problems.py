@@ -22,7 +22,8 @@ def explain(details: ErrorDetails, fields: Mapping[str, FieldInfo]) -> str:
     name = str(details["loc"][0]) if details["loc"] else ""
     problem = details["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
     if details["type"] == "string_type":  # only a file has anything else: 007, on and 1e5 are no texts in YAML
-        problem = "must be a text: write it in quotes"
+        is_nested = isinstance(details["input"], list | dict)
+        problem = "must be one text, without brackets" if is_nested else "must be a text: write it in quotes"
     if name not in fields:
         return problem
     got = "" if is_secret(fields[name]) else f", got {_USER_OF_URL.sub('//***@', repr(details['input']))}"
@@ -57,6 +58,8 @@ def remedy(name: str, field: FieldInfo) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Returns a question after the candidate that may be meant, or nothing."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1)
+    """Returns a question after the candidate that may be meant, or nothing. The beginning of only one means that."""
+    known = list(candidates)
+    begun = [candidate for candidate in known if candidate.startswith(name)]
+    matches = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {matches[0]}?" if matches else ""

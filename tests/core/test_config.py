@@ -196,6 +196,7 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("--block_siz=3",), "did you mean --block-size?"),
         (("--model", "m"), "MODEL is given without --model"),
         (("--modl",), "there is no setting '--modl'\n"),
+        (("--conn", "ucx"), "there is no setting '--conn ucx'; did you mean --connector?"),
         (("another",), "one argument too many: 'another'"),
     ],
 )
@@ -227,6 +228,7 @@ def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> 
         ("port: x", "--port: Input should be a valid integer"),
         ("decode_nodes:", "--decode-nodes: Input should be a valid list, got None"),
         ("redis_url: 123456", "--redis-url: must be a text: write it in quotes\n"),
+        ("redis_url: [redis://a, redis://b]", "--redis-url: must be one text, without brackets\n"),
         ("decode_nodes: [on]", "--decode-nodes: must be a text: write it in quotes, got True"),
     ],
 )
@@ -308,4 +310,4 @@ def test_a_secret_that_is_wrong_is_not_printed_either(capsys: pytest.CaptureFixt
     path = tmp_path / "settings.yaml"
     path.write_text("redis_url: [redis://:hunter2@host]\n")
     text = failure(capsys, "m", "--config", str(path))
-    assert "--redis-url: must be a text" in text and "hunter2" not in text
+    assert "--redis-url: must be one text" in text and "hunter2" not in text
