@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Where torch multiplies (docs/cpu.md, Threads of a step), OpenMP's threads spin between two products, because
 # sleeping costs more. By default they keep spinning for many milliseconds after the step, on a core that others need.
-# This many spins outlast the gaps within a step and little more (docs/benchmarks.md).
+# This many spins outlast the gaps within a step and little more (docs/decisions.md, Threads that wait).
 _SPIN_COUNT = "10000"
 _WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 

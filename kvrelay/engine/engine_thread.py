@@ -23,7 +23,7 @@ from kvrelay.engine.request import StepResult
 _logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 1.0  # an idle engine makes a turn this often; messages wake it at once
 # A first token passes through the loop, the router and its client. While a step uses all cores, each of them waits
-# for a time slice (docs/benchmarks.md, The wait for a first token). A lone request therefore yields the cores once.
+# for a time slice (docs/decisions.md, The wait for a first token). A lone request therefore yields the cores once.
 _FIRST_TOKEN_SECONDS = 0.0015
 # While prompts wait on another node of the machine, a node that only decodes leaves the cores to it after each step.
 _MOST_STEPS_RESTED = 2  # it rests for so many times as long as the step took,
