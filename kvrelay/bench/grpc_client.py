@@ -8,7 +8,7 @@ import grpc
 from kvrelay.bench.base import Answer, Failure, Generation, Prompt, Send, messages_of
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import UnavailableError, UnknownModelError
-from kvrelay.core.rpc import channel_options
+from kvrelay.core.rpc import DETAILS_KEY, channel_options
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 _CHECK_TIMEOUT_SECONDS = 10.0
@@ -32,6 +32,10 @@ class GrpcClient:
         try:
             response = await self._stub.ListModels(router_pb2.ListModelsRequest(), timeout=_CHECK_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
+            if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):  # a router's own words
+                raise UnavailableError(
+                    f"grpc://{self._address} answers {error.code().name} ({error.details()}); wait until it is ready"
+                ) from error
             raise UnavailableError(
                 f"no router answers at grpc://{self._address} ({error.details()}); start one with `kvrelay serve "
                 "MODEL`, or give its gRPC address with --url grpc://host:port"

@@ -195,6 +195,12 @@ async def test_the_error_says_where_nobody_answers(scheme: str, unused_tcp_port:
         await measure(LatencyBenchSettings(url=f"{scheme}://127.0.0.1:{unused_tcp_port}", **SMALL))
 
 
+async def test_a_server_that_is_not_ready_is_told_from_none(url: str, relay: ScriptedRelay) -> None:
+    relay.available = False
+    with pytest.raises(UnavailableError, match=r"answers .*\(no decode node is known\); wait until"):
+        await measure(LatencyBenchSettings(url=url, **SMALL))
+
+
 async def answer_of(*pieces: bytes, status: int = 200, **more: Any) -> tuple[Any, Any]:
     """Returns the record of one request, and the run's summary."""
     async with answering(pieces, status=status) as url:
