@@ -228,6 +228,8 @@ def _sentence(error: grpc.RpcError, settings: ClientSettings) -> str:
         return details or code.name  # the router's own words, which may be about connections, too
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"{url} has not answered within {settings.timeout:g} seconds; wait longer with --timeout."
+    if code is grpc.StatusCode.UNAVAILABLE and "http1" in details:
+        return f"what answers at {url} speaks HTTP; give the router's gRPC address with --url (port 8001 by default)."
     if code is grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in ("connect", "resolv")):
         return f"no router answers at {url}. Start one with `kvrelay serve MODEL`, or give its gRPC address with --url."
     if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):

@@ -41,6 +41,13 @@ def test_status_without_a_router_says_how_to_start_one(directory: Path) -> None:
     assert "no router answers at 127.0.0.1:1. Start one with `kvrelay serve MODEL`" in ended.stderr
 
 
+def test_the_port_of_http_is_told_from_that_of_grpc(cluster: Cluster, directory: Path) -> None:
+    address = cluster.router.http
+    ended = run("status", "--url", address, directory=directory)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert f"what answers at {address} speaks HTTP; give the router's gRPC address with --url" in ended.stderr
+
+
 def test_version_and_help_are_printed(directory: Path) -> None:
     version = run("--version", directory=directory)
     assert (version.returncode, version.stdout) == (0, f"kvrelay {__version__}\n")
