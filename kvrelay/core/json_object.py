@@ -9,12 +9,15 @@ from typing import Any
 from pydantic_core import from_json
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.model_directory import refuse_pointer
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Reads a JSON file that holds an object. Raises ModelLoadError, which names the file."""
     try:
-        loaded = from_json(path.read_bytes())
+        content = path.read_bytes()
+        refuse_pointer(path, content)
+        loaded = from_json(content)
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from error
     except OSError as error:

@@ -30,6 +30,13 @@ def resolve_model_directory(model: str) -> Path:
         ) from error
 
 
+def refuse_pointer(path: Path, beginning: bytes) -> None:
+    """Raises ModelLoadError if a file begins as what a clone without Git LFS has in the place of a large one
+    (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+    if beginning.startswith(b"version https://git-lfs"):
+        raise ModelLoadError(f"{path} is a pointer of Git LFS, not the file: `git lfs pull` in its folder fetches it")
+
+
 def _of_files(directory: Path) -> Path:
     try:
         for path in chain(directory.glob("[!.]*"), directory.glob("[!.]*/[!.]*")):  # chat templates have a folder

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.json_object import read_json_object
+from kvrelay.core.model_directory import refuse_pointer
 from kvrelay.engine.layers.weight_format import Slot
 from kvrelay.engine.loading.staging import Staging
 
@@ -241,6 +242,7 @@ def _open_file(path: Path) -> CheckpointFile:
             length = stream.read(8)
             header_length = int.from_bytes(length, "little")
             if size < 8 or not 0 < header_length <= min(size - 8, _MAX_HEADER_BYTES):
+                refuse_pointer(path, length + stream.read(64))
                 raise ModelLoadError(f"{path} is not a safetensors file, or is truncated")
             text = stream.read(header_length)
             header = _header(text)

@@ -11,6 +11,7 @@ import pytest
 from paged_kernels.reference import ReferenceBackend
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.vocabulary import vocabulary_digest
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.text.tokenizer import Tokenizer
@@ -187,6 +188,14 @@ def test_a_header_of_an_absurd_length_is_refused(folder: Path, length: int) -> N
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(length.to_bytes(8, "little") + content[8:])
     with pytest.raises(ModelLoadError, match=f"{WEIGHTS} is not a safetensors file"):
+        _load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", WEIGHTS])
+def test_a_pointer_in_place_of_a_file_is_told_from_a_damaged_one(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n")
+    with pytest.raises(ModelLoadError, match=f"{name} is a pointer of Git LFS, not the file: `git lfs pull`"):
+        vocabulary_digest(folder)
         _load(folder)
 
 
