@@ -53,9 +53,9 @@ class ServeSettings(NodeOptions, RouterOptions):
     threads: int | Literal["auto"] = Field(default="auto", description="CPU threads per node; auto divides the cores.")
     lend_cores: bool = Field(
         default=True,
-        description="An idle node lends its cores to the others until it has work again, and one that only decodes "
-        "also between its steps, while prompts queue on another; --no-lend-cores keeps every node to its own. Linux "
-        "only.",
+        description="An idle node lends its cores to the others until it has work again. While prompts queue on "
+        "another node, one that only decodes also lends them between its steps. --no-lend-cores keeps every node to "
+        "its own. Linux only.",
     )
     share_weights: bool = Field(
         default=True,
