@@ -4,7 +4,6 @@ Invariant: what passes can run, and everything else is an InvalidRequestError wi
 """
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kvrelay.core.errors import ContextLengthError, InvalidRequestError
@@ -40,13 +39,3 @@ def room_for_output(num_prompt_tokens: int, max_model_len: int, *, field: str, p
         reason = f"{prompt} has {num_prompt_tokens} tokens, which leave none for the output"
         raise too_long(max_model_len, reason, field=field)
     return room
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str, name: str | None = None) -> None:
-    """Raises InvalidRequestError with the first id outside the vocabulary. `name`, which is `field` if not given, says
-    whose it is."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequestError(
-            f"{name or field}: token id {wrong} is outside the vocabulary of {vocab_size}", field=field
-        )

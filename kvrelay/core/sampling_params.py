@@ -7,6 +7,7 @@ from itertools import islice
 from numbers import Integral, Real
 
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.token_ids import check_token_ids
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -110,10 +111,10 @@ class SamplingParams:
             )
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _token_ids("logit_bias", [token_id for token_id, _ in self.biases], vocab_size)
+        check_token_ids([token_id for token_id, _ in self.biases], vocab_size, field="logit_bias")
         for _, bias in self.biases:
             _in_range("logit_bias", bias, -100.0, 100.0)
-        _token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids(self.stop_token_ids, vocab_size, field="stop_token_ids")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
                 raise InvalidRequestError(
@@ -190,9 +191,3 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise InvalidRequestError(f"{name} must be at least {low}, got {value}", field=name)
-
-
-def _token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequestError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", field=name)

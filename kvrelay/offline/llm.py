@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.model_limits import check_token_ids, checked_sampling, room_for_output
+from kvrelay.core.model_limits import checked_sampling, room_for_output
 from kvrelay.core.option_types import (
     AttentionBackendName,
     BlockSize,
@@ -25,6 +25,7 @@ from kvrelay.core.option_types import (
     Threads,
 )
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.token_ids import check_token_ids
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult

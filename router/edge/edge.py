@@ -13,9 +13,9 @@ import grpc
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, status_of
-from kvrelay.core.model_limits import check_token_ids
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.token_ids import check_token_ids
 from kvrelay.text.choice import Choice, TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.metrics import RouterMetrics
