@@ -57,14 +57,14 @@ class NodeServer:
         service.attach(self._server)
         node_pb2_grpc.add_NodeServicer_to_server(NodeService(node, service.role), self._server)
         self._health = add_health_and_reflection(self._server, [service.name, _NODE_SERVICE])
-        self._on_crash: asyncio.Task[None] | None = None
+        self._crash_report: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Starts to serve; returns the bound port. Raises ConfigurationError when it cannot listen there."""
         self._service.start()
         bound = await serve_insecure(self._server, host, port)
         await self._report(live=True, ready=True)
-        self._on_crash = asyncio.get_running_loop().create_task(self._report_crash(), name="crash-report")
+        self._crash_report = asyncio.get_running_loop().create_task(self._report_crash(), name="crash-report")
         return bound
 
     async def drain(self, timeout: float) -> None:
@@ -79,7 +79,7 @@ class NodeServer:
             )
 
     async def close(self) -> None:
-        await end_tasks(self._on_crash)
+        await end_tasks(self._crash_report)
         await self._report(live=False, ready=False)
         self._node.event_log.close()
         await self._service.close()
