@@ -38,7 +38,7 @@ from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_from_
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver, ends_at
+from kvrelay.node.receiver import Receiver, deadline_after
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 
@@ -152,7 +152,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             stream.send_failure(admit.request_id, error)
             return
         self._active[request.request_id] = _Decode(
-            stream, request, tuple(map(held_from_wire, admit.sources)), ends_at(admit.timeout_ms), request.sampling.n
+            stream,
+            request,
+            tuple(map(held_from_wire, admit.sources)),
+            deadline_after(admit.timeout_ms),
+            request.sampling.n,
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)

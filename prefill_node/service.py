@@ -30,7 +30,7 @@ from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_to_wi
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver, ends_at
+from kvrelay.node.receiver import Receiver, deadline_after
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from prefill_node.leases import LeaseTable
@@ -99,7 +99,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if request_id in self._active or request_id in self._leases:
             raise InvalidRequestError(f"request {request_id} is running already", field="request_id")
         prefill = self._active[request_id] = _Prefill(
-            engine_request, tuple(map(held_from_wire, request.sources)), ends_at(request.timeout_ms), num_blocks
+            engine_request, tuple(map(held_from_wire, request.sources)), deadline_after(request.timeout_ms), num_blocks
         )
         self._leases.open(request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
         self._node.activity.begin(request_id)  # until its stream and its lease end

@@ -188,7 +188,7 @@ class Receiver:
         return max(0.0, min(timeout, left * _DEADLINE_SHARE))
 
 
-def ends_at(timeout_ms: int) -> float | None:
+def deadline_after(timeout_ms: int) -> float | None:
     """Returns the request's deadline in loop time, given the milliseconds that it has left on arrival; 0 means that it
     has none, and gives None."""
     return asyncio.get_running_loop().time() + timeout_ms / 1000 if timeout_ms else None

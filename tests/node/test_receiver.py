@@ -14,7 +14,7 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver, ReceptionContext, ends_at
+from kvrelay.node.receiver import Receiver, ReceptionContext, deadline_after
 from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
 from tests.node.holders import Holder, LadderConnector, content
 
@@ -206,8 +206,8 @@ async def test_a_fetch_takes_at_most_half_of_the_time_that_the_request_has_left(
         case.receiver.end()
         await case.run()
         assert set(case.connector.timeouts) == {0.0}, "it has ended already"
-    assert ends_at(0) is None
-    now, end = asyncio.get_running_loop().time(), ends_at(1500)
+    assert deadline_after(0) is None
+    now, end = asyncio.get_running_loop().time(), deadline_after(1500)
     assert end is not None and now + 1.5 <= end < now + 2.5
 
 
