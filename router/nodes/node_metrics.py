@@ -45,11 +45,11 @@ _CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
 class NodeMetrics(Collector):
     """A collector for the router's CollectorRegistry."""
 
-    def __init__(self, nodes: Registry) -> None:
-        self._nodes = nodes
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     def collect(self) -> Iterable[Metric]:
-        nodes = _labelled(self._nodes.nodes)
+        nodes = _labelled(self._registry.nodes)
         up = GaugeMetricFamily("kvrelay:node_up", "1 while the node is live or ejected.", labels=_LABELS)
         for labels, node in nodes:
             up.add_metric(labels, float(node.state is NodeState.LIVE))
@@ -68,7 +68,7 @@ class NodeMetrics(Collector):
     def _states(self, nodes: Sequence[_Labelled]) -> Metric:
         family = GaugeMetricFamily("kvrelay:node_state", "1 for the state the node is in.", labels=(*_LABELS, "state"))
         for labels, node in nodes:
-            found = self._nodes.state_of(node)
+            found = self._registry.state_of(node)
             for state in NodeState:
                 family.add_metric((*labels, state.value), float(state is found))
         return family
@@ -78,7 +78,7 @@ class NodeMetrics(Collector):
         family = GaugeMetricFamily("kvrelay:node_heartbeat_age_seconds", text, labels=_LABELS)
         for labels, node in nodes:
             if node.heard_at is not None:
-                family.add_metric(labels, self._nodes.clock.now() - node.heard_at)
+                family.add_metric(labels, self._registry.clock.now() - node.heard_at)
         return family
 
 
