@@ -41,7 +41,7 @@ from router.edge.http_generation import HttpGeneration
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
 from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.edge.prompt_logprobs import check_size
-from router.edge.validation import ChatPrompt, ClientRequest, TextPrompt, TokenPrompt
+from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
 
 _REQUEST_ID = "kvrelay.request_id"
 
@@ -136,11 +136,7 @@ class _Gateway:
             sampling = body.sampling(logprobs=body.num_logprobs)
         newer_name = body.max_completion_tokens is not None
         client = ClientRequest(
-            prompt=ChatPrompt(
-                body.rendered_messages(),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                template_kwargs=body.chat_template_kwargs,
-            ),
+            prompt=body.chat_prompt(),
             sampling=sampling,
             max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
             max_tokens_field="max_completion_tokens" if newer_name else "max_tokens",

@@ -296,9 +296,8 @@ class ChatBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def rendered_messages(self) -> list[dict[str, str]]:
-        """Returns roles and texts."""
-        return _rendered(self.messages)
+    def chat_prompt(self) -> ChatPrompt:
+        return _chat_prompt(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
 
 
 class TokenizeBody(Body):
@@ -332,11 +331,7 @@ class TokenizeBody(Body):
                 "add_special_tokens cannot be combined with messages, whose template has them",
                 field="add_special_tokens",
             )
-        return ChatPrompt(
-            _rendered(self.messages),
-            add_generation_prompt=self.add_generation_prompt is not False,
-            template_kwargs=self.chat_template_kwargs,
-        )
+        return _chat_prompt(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
 
 
 class DetokenizeBody(Body):
@@ -345,8 +340,14 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
-def _rendered(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.text} for message in messages]
+def _chat_prompt(
+    messages: Sequence[Message], add_generation_prompt: bool | None, template_kwargs: dict[str, Any] | None
+) -> ChatPrompt:
+    return ChatPrompt(
+        [{"role": message.role, "content": message.text} for message in messages],
+        add_generation_prompt=add_generation_prompt is not False,
+        template_kwargs=template_kwargs,
+    )
 
 
 def _are_token_ids(values: list[Any]) -> bool:
