@@ -40,7 +40,7 @@ from router.edge.http_exchange import EventStream, read_json_body, until_disconn
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
 from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from router.edge.prompt_logprobs import check_size
+from router.edge.prompt_logprobs import check_prompt_logprobs
 from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
 
 _REQUEST_ID = "kvrelay.request_id"
@@ -225,7 +225,7 @@ class _Gateway:
         ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
         routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
         with self._edge.counting_errors():
-            check_size(
+            check_prompt_logprobs(
                 routed,
                 num_copies=routed[0].sampling.n if shape.prompt_logprobs_in_choices else 1,
                 field="logprobs" if echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",

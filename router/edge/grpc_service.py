@@ -18,7 +18,7 @@ from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.edge import Edge
-from router.edge.prompt_logprobs import check_size
+from router.edge.prompt_logprobs import check_prompt_logprobs
 from router.edge.validation import (
     MAX_MESSAGES,
     ChatPrompt,
@@ -140,7 +140,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             client = _client_request(request, context.time_remaining())
         (routed,) = await self._edge.admit({request_id: client})
         with self._edge.counting_errors():
-            check_size((routed,), num_copies=1)
+            check_prompt_logprobs((routed,), num_copies=1)
         return routed
 
     def _last(

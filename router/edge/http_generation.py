@@ -26,7 +26,7 @@ from router.edge.openai_format import (
     event,
     whole_response,
 )
-from router.edge.prompt_logprobs import encoded
+from router.edge.prompt_logprobs import encoded_prompt_logprobs
 from router.request import RequestTrace, RoutedRequest
 
 _logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class HttpGeneration:
                     for choice in choices[prompt_index * self._n : (prompt_index + 1) * self._n]:
                         choice.begin_with(self._shape.echoes[prompt_index])
                 else:
-                    prompt_logprobs[prompt_index] = await encoded(self._edge.tokenizer, found)
+                    prompt_logprobs[prompt_index] = await encoded_prompt_logprobs(self._edge.tokenizer, found)
         return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
 
     async def stream(

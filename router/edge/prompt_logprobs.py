@@ -19,7 +19,9 @@ from router.request import RoutedRequest
 MAX_ENTRIES = 2**20
 
 
-def check_size(requests: Sequence[RoutedRequest], *, num_copies: int, field: str = "prompt_logprobs") -> None:
+def check_prompt_logprobs(
+    requests: Sequence[RoutedRequest], *, num_copies: int, field: str = "prompt_logprobs"
+) -> None:
     """Raises InvalidRequestError if one answer would have too many entries for these requests, which differ only in
     their prompts. It has those of each prompt `num_copies` times. `field` is the client's name for how many it wants
     of each token."""
@@ -36,7 +38,7 @@ def check_size(requests: Sequence[RoutedRequest], *, num_copies: int, field: str
         )
 
 
-async def encoded(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> bytes:
+async def encoded_prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> bytes:
     """Returns a list: null for the first prompt token, then an object from token id to entry for each."""
     pieces = await in_turns(partial(_encoded, tokenizer), entries)
     return f"[{','.join(('null', *pieces))}]".encode()

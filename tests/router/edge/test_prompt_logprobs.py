@@ -21,7 +21,7 @@ from router.edge.openai_format import (
     WholeChoice,
     whole_response,
 )
-from router.edge.prompt_logprobs import MAX_ENTRIES, check_size, encoded
+from router.edge.prompt_logprobs import MAX_ENTRIES, check_prompt_logprobs, encoded_prompt_logprobs
 from router.request import RoutedRequest
 from tests.loop_turns import counting_turns
 from tests.router.scripted_nodes import NAMESPACE
@@ -35,20 +35,20 @@ async def test_each_token_but_the_first_has_the_likeliest_and_itself(tokenizer: 
         return {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
 
     likely = {"6": one(6, -0.5, 1), "7": one(7, -1.0, 2)}
-    found = json.loads(await encoded(tokenizer, [absent, present]))
+    found = json.loads(await encoded_prompt_logprobs(tokenizer, [absent, present]))
     assert found == [None, {**likely, "5": one(5, -3.0, 9)}, likely]
-    assert json.loads(await encoded(tokenizer, [])) == [None]
+    assert json.loads(await encoded_prompt_logprobs(tokenizer, [])) == [None]
 
 
 async def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> None:
     """JSON has no infinity."""
-    text = await encoded(tokenizer, [TokenLogprobs(5, -math.inf, 9, ((6, -math.inf),))])
+    text = await encoded_prompt_logprobs(tokenizer, [TokenLogprobs(5, -math.inf, 9, ((6, -math.inf),))])
     assert b"Infinity" not in text and text.count(str(MIN_LOGPROB).encode()) == 2
 
 
 async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenizer) -> None:
     async with counting_turns() as num_turns:
-        await encoded(tokenizer, [TokenLogprobs(5, -1.0, 1)] * (20 * ITEMS_AT_A_TIME))
+        await encoded_prompt_logprobs(tokenizer, [TokenLogprobs(5, -1.0, 1)] * (20 * ITEMS_AT_A_TIME))
         assert num_turns() >= 20
 
 
@@ -59,10 +59,10 @@ def test_one_answer_has_a_bounded_number_of_entries(num_copies: int, num_prompts
         return [RoutedRequest("r", (5,) * num_tokens, sampling, NAMESPACE, timeout=60.0)] * num_prompts
 
     most = MAX_ENTRIES // 64 // 4
-    check_size(requests(most, 3), num_copies=num_copies)
-    check_size(requests(most + 1, None), num_copies=num_copies)
+    check_prompt_logprobs(requests(most, 3), num_copies=num_copies)
+    check_prompt_logprobs(requests(most + 1, None), num_copies=num_copies)
     with pytest.raises(InvalidRequestError, match="ask for fewer") as refused:
-        check_size(requests(most + 1, 3), num_copies=num_copies)
+        check_prompt_logprobs(requests(most + 1, 3), num_copies=num_copies)
     assert refused.value.field == "prompt_logprobs"
 
 
