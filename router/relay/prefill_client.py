@@ -68,6 +68,7 @@ class PrefillEnded:
 
 
 PrefillEvent = PrefillAccepted | PrefillProgress | PrefillFinished | PrefillEnded
+Sink = Callable[[PrefillEvent], None]
 
 
 class PrefillSession:
@@ -114,7 +115,7 @@ class PrefillClient:
         self._held: set[str] = set()
         self._heartbeat: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._streams: dict[asyncio.Task[None], Callable[[PrefillEvent], None]] = {}
+        self._streams: dict[asyncio.Task[None], Sink] = {}
 
     def prefill(
         self,
@@ -123,7 +124,7 @@ class PrefillClient:
         sources: Sequence[HeldBlocks],
         *,
         timeout: float,
-        sink: Callable[[PrefillEvent], None],
+        sink: Sink,
     ) -> PrefillSession:
         """Starts a prefill, whose events go to `sink`, `PrefillEnded` last. A `wire_id` is used only once. `sources`:
         holders of leading blocks, best first. `timeout`: seconds that the request has left."""
@@ -172,13 +173,7 @@ class PrefillClient:
             await asyncio.wait(self._tasks, timeout=self._timeout)
         await end_tasks(*self._tasks, self._heartbeat)
 
-    async def _stream(
-        self,
-        session: PrefillSession,
-        message: pb.PrefillRequest,
-        timeout: float,
-        sink: Callable[[PrefillEvent], None],
-    ) -> None:
+    async def _stream(self, session: PrefillSession, message: pb.PrefillRequest, timeout: float, sink: Sink) -> None:
         error: KVRelayError | None = None
         try:
             async with aclosing(self._events(session, message, timeout)) as events:

@@ -7,7 +7,6 @@ waits.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 from kvrelay.core.node_report import NOTHING_FETCHED
@@ -18,6 +17,7 @@ from router.relay.prefill_client import (
     PrefillFinished,
     PrefillProgress,
     PrefillSession,
+    Sink,
 )
 from router.relay.resolved_placement import PrefillPlacement
 from router.relay.tally import Tally
@@ -48,7 +48,7 @@ class Refill:
         self._has_finished = False
         self._is_enough = False
 
-    def open(self, sink: Callable[[PrefillEvent], None], *, timeout: float) -> None:
+    def open(self, sink: Sink, *, timeout: float) -> None:
         placement = self._placement
         _logger.warning("request %s: what did not arrive is prefilled again by %s", self._wire_id, self.node_id)
         self._num_charged_tokens = placement.num_uncached_tokens
