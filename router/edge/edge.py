@@ -106,7 +106,7 @@ class Edge:
         try:
             yield
         except Exception as error:  # one that is not ours is counted as internal, as it is answered
-            self.metrics.count_error(status_of(error).grpc_code.name)
+            self.metrics.count_error(error)
             raise
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[GenerationEvent, None]:
@@ -171,16 +171,15 @@ class _Watch:
     def finished(self) -> None:
         self._has_outcome = True
         self._metrics.e2e_latency.observe(self._clock.now() - self._start)
-        self._metrics.count_success((self._finish_reason or FinishReason.ABORT).value)
+        self._metrics.count_success(self._finish_reason or FinishReason.ABORT)
 
     def failed(self, error: Exception) -> None:
         self._has_outcome = True
-        code = status_of(error).grpc_code
-        self._metrics.count_error(code.name)
-        if code is grpc.StatusCode.INTERNAL:  # all that the client is told of it is to look here
+        self._metrics.count_error(error)
+        if status_of(error).grpc_code is grpc.StatusCode.INTERNAL:  # all that the client is told of it is to look here
             _logger.error("request %s failed: %s", self._request_id, error)
 
     def ended(self) -> None:
         self._metrics.num_requests_running.dec()
         if not self._has_outcome:
-            self._metrics.count_success(FinishReason.ABORT.value)
+            self._metrics.count_success(FinishReason.ABORT)

@@ -6,7 +6,7 @@ from the start, so that a rate sees the first event that it counts.
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvrelay.core.errors import REPORTED_CODES
+from kvrelay.core.errors import REPORTED_CODES, status_of
 from kvrelay.core.outputs import FinishReason
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -53,9 +53,9 @@ class RouterMetrics:
         for code in REPORTED_CODES:
             self._errors.labels(model_name, code.name)
 
-    def count_success(self, finished_reason: str) -> None:
-        self._success.labels(self._model_name, finished_reason).inc()
+    def count_success(self, reason: FinishReason) -> None:
+        self._success.labels(self._model_name, reason.value).inc()
 
-    def count_error(self, code: str) -> None:
-        """Counts a failed request by the name of its gRPC status code."""
-        self._errors.labels(self._model_name, code).inc()
+    def count_error(self, error: Exception) -> None:
+        """Counts a failed request by its gRPC status code."""
+        self._errors.labels(self._model_name, status_of(error).grpc_code.name).inc()
