@@ -28,6 +28,7 @@ from typing import Protocol
 
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from router.nodes.node import NodeHandle
@@ -40,6 +41,7 @@ from router.relay.prefill_client import (
     PrefillProgress,
     PrefillSession,
 )
+from router.relay.recovery_metrics import MigrationCause, Rung
 from router.relay.refill import Refill
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
@@ -59,7 +61,7 @@ class Loss(Enum):
     DECODING = "decode node that had the first token or was to compute it"
 
     @property
-    def cause(self) -> str:
+    def cause(self) -> MigrationCause:
         """Returns the label in metrics."""
         return "prefill_node_lost" if self is Loss.PREFILLING else "decode_node_lost"
 
@@ -213,7 +215,7 @@ class Attempt:
                 self._node_request,
                 num_cached_tokens=admitted.num_cached_tokens,
                 fetches=admitted.fetches,
-                reader="decode",
+                reader=NodeRole.DECODE,
             )
 
     def _on_tokens(self, output: TokenOutput) -> Sequence[ClientEvent]:
@@ -311,8 +313,8 @@ class Attempt:
         assert self._prefill is not None and self._session is not None
         self._session.pull(self._prefill.source, self._num_published_blocks, ended=ended)
 
-    def _rungs(self) -> dict[str, str]:
-        rungs = {}
+    def _rungs(self) -> dict[str, Rung]:
+        rungs: dict[str, Rung] = {}
         if self._refill is not None:
             rungs[self._refill.node_id] = "refill"
         if self._prefill is not None:

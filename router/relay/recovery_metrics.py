@@ -6,10 +6,18 @@ Invariant: every series is there from the start, so that a rate sees the first e
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
-_READERS = ("prefill", "decode")
+from kvrelay.core.node_report import NodeRole
+
+# Values of labels.
+MigrationCause = Literal["decode_node_lost", "prefill_node_lost"]
+RecomputationCause = Literal["migration", "refill", "transfer"]
+Rung = Literal["prefill_node", "holder", "store", "refill", "local"]
+FetchFailure = Literal["missing", "refused", "failed"]
+_READERS = tuple(role.value for role in NodeRole)
 
 
 class RecoveryMetrics:
@@ -24,7 +32,7 @@ class RecoveryMetrics:
         self._migrations = counters(
             "request_migrations_total",
             "Placements of a request beyond its first, because a node was lost.",
-            cause=("decode_node_lost", "prefill_node_lost"),
+            cause=get_args(MigrationCause),
         )
         self._replayed = counters(
             "replayed_tokens_total", "Tokens, prompt and output, given to another node after one was lost."
@@ -33,40 +41,40 @@ class RecoveryMetrics:
             "recomputed_tokens_total",
             "Tokens computed again: of a replay (migration), of blocks that could not be fetched, by another prefill "
             "node (refill) or by the decode node (transfer).",
-            cause=("migration", "refill", "transfer"),
+            cause=get_args(RecomputationCause),
         )
         self._ladder_blocks = counters(
             "kv_ladder_blocks_total",
             "KV blocks a request needed at a node (reader) that did not hold them, by the rung of the failure ladder "
             "they came from: prefill_node, holder, store, refill, or local when they were computed there.",
             reader=_READERS,
-            rung=("prefill_node", "holder", "store", "refill", "local"),
+            rung=get_args(Rung),
         )
         self._ladder_failures = counters(
             "kv_ladder_failures_total",
             "KV blocks that a source was asked for in vain: it did not have them (missing), they did not verify "
             "(refused), it could not be reached in time (failed).",
             reader=_READERS,
-            cause=("missing", "refused", "failed"),
+            cause=get_args(FetchFailure),
         )
         self._refills = counters(
             "kv_refills_total", "Prefills begun on another node because blocks did not arrive from the first."
         )[()]
 
-    def migrated(self, cause: str, *, num_tokens: int) -> None:
+    def migrated(self, cause: MigrationCause, *, num_tokens: int) -> None:
         """Counts that outputs were placed again, with a prompt of `num_tokens` tokens, output so far included."""
         self._migrations[(cause,)].inc()
         self._replayed.inc(num_tokens)
 
-    def recomputed(self, cause: str, *, num_tokens: int) -> None:
+    def recomputed(self, cause: RecomputationCause, *, num_tokens: int) -> None:
         self._recomputed[(cause,)].inc(num_tokens)
 
-    def came_from(self, reader: str, rung: str, *, num_blocks: int) -> None:
+    def came_from(self, reader: NodeRole, rung: Rung, *, num_blocks: int) -> None:
         """Counts blocks that a node of role `reader` did not hold, by the rung of the failure ladder they came from."""
-        self._ladder_blocks[reader, rung].inc(num_blocks)
+        self._ladder_blocks[reader.value, rung].inc(num_blocks)
 
-    def asked_in_vain(self, reader: str, cause: str, *, num_blocks: int) -> None:
-        self._ladder_failures[reader, cause].inc(num_blocks)
+    def asked_in_vain(self, reader: NodeRole, cause: FetchFailure, *, num_blocks: int) -> None:
+        self._ladder_failures[reader.value, cause].inc(num_blocks)
 
     def refill_began(self) -> None:
         """Counts that another prefill node was asked for blocks that did not arrive."""

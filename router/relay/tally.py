@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.node_report import FetchReport
-from router.relay.recovery_metrics import RecoveryMetrics
+from kvrelay.core.node_report import FetchReport, NodeRole
+from router.relay.recovery_metrics import MigrationCause, RecomputationCause, RecoveryMetrics, Rung
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
 
@@ -29,8 +29,8 @@ class Tally:
         self._num_recomputed_tokens = 0  # prompt tokens that were computed once more, since blocks did not arrive
         self._num_transferred_blocks = 0
         self._num_migrations = 0
-        self._rungs: Counter[str] = Counter()  # fetched blocks of all nodes, by rung
-        self._recomputed: Counter[str] = Counter()  # tokens computed once more, by cause
+        self._rungs: Counter[Rung] = Counter()  # fetched blocks of all nodes, by rung
+        self._recomputed: Counter[RecomputationCause] = Counter()  # tokens computed once more, by cause
 
     def accepted(self) -> None:
         """Notes that a node has taken the request."""
@@ -47,7 +47,7 @@ class Tally:
         """Counts that another prefill node was asked for blocks that did not arrive."""
         self._metrics.refill_began()
 
-    def migrated(self, node_request: NodeRequest, cause: str) -> None:
+    def migrated(self, node_request: NodeRequest, cause: MigrationCause) -> None:
         """Counts that outputs were placed again, for the reason `cause`."""
         self._num_migrations += 1
         self._metrics.migrated(cause, num_tokens=len(node_request.token_ids))
@@ -58,7 +58,7 @@ class Tally:
         *,
         num_cached_tokens: int,
         fetches: FetchReport,
-        reader: str = "prefill",
+        reader: NodeRole = NodeRole.PREFILL,
     ) -> None:
         """Counts what the prefilling node held (`num_cached_tokens`), fetched from others, and computed."""
         num_found_tokens = num_cached_tokens + fetches.num_tokens
@@ -73,7 +73,7 @@ class Tally:
         """Counts what a second prefill node held, fetched and computed, because the first one's blocks did not
         arrive."""
         self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
-        self._came_from("prefill", fetches, {})
+        self._came_from(NodeRole.PREFILL, fetches, {})
         num_tokens = len(node_request.token_ids) - num_cached_tokens - fetches.num_tokens
         self._recompute("refill", num_tokens)
         if node_request.num_prior_output_tokens == 0:
@@ -85,15 +85,15 @@ class Tally:
         *,
         num_recomputed_tokens: int,
         fetches: FetchReport,
-        rungs: Mapping[str, str],
+        rungs: Mapping[str, Rung],
     ) -> None:
         """Counts what a decode node that did not prefill has fetched and computed. `rungs`: the rungs of the failure
         ladder, by the ids of the nodes that prefilled for it."""
         if self._first_token_after is not None and node_request.num_prior_output_tokens == 0:
             self._handover_seconds = self._clock.now() - self._began - self._first_token_after
         self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
-        self._came_from("decode", fetches, rungs)
-        self._metrics.came_from("decode", "local", num_blocks=self.num_blocks(num_recomputed_tokens))
+        self._came_from(NodeRole.DECODE, fetches, rungs)
+        self._metrics.came_from(NodeRole.DECODE, "local", num_blocks=self.num_blocks(num_recomputed_tokens))
         self._recompute("transfer", num_recomputed_tokens)
         if node_request.num_prior_output_tokens == 0:
             self._num_recomputed_tokens += num_recomputed_tokens
@@ -130,17 +130,17 @@ class Tally:
         """Returns how many blocks so many tokens need, the last one perhaps filled in part."""
         return -(-num_tokens // self._block_size)
 
-    def _came_from(self, reader: str, fetches: FetchReport, rungs: Mapping[str, str]) -> None:
+    def _came_from(self, reader: NodeRole, fetches: FetchReport, rungs: Mapping[str, Rung]) -> None:
         """Counts fetched blocks by rung. A node without an entry in `rungs` is on the rung `holder`."""
         for node_id, num_blocks in fetches.fetched:
-            rung = rungs.get(node_id, "holder") if node_id else "store"
+            rung: Rung = rungs.get(node_id, "holder") if node_id else "store"
             self._rungs[rung] += num_blocks
             self._metrics.came_from(reader, rung, num_blocks=num_blocks)
         self._metrics.asked_in_vain(reader, "missing", num_blocks=fetches.num_missing)
         self._metrics.asked_in_vain(reader, "refused", num_blocks=fetches.num_refused)
         self._metrics.asked_in_vain(reader, "failed", num_blocks=fetches.num_failed)
 
-    def _recompute(self, cause: str, num_tokens: int) -> None:
+    def _recompute(self, cause: RecomputationCause, num_tokens: int) -> None:
         num_tokens = max(0, num_tokens)  # below zero only if a node reports more than the prompt
         self._recomputed[cause] += num_tokens
         self._metrics.recomputed(cause, num_tokens=num_tokens)

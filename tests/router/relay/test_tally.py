@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.sampling_params import SamplingParams
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.tally import Tally
@@ -31,13 +31,13 @@ def trace(tally: Tally) -> RequestTrace:
 
 
 def test_what_the_prefilling_node_held_or_fetched_is_cached() -> None:
-    for reader in ("prefill", "decode"):
+    for reader in NodeRole:
         tally, _, collectors = make()
         tally.computed(placed(), num_cached_tokens=4, fetches=FETCHED, reader=reader)
         found = trace(tally)
         assert (found.num_computed_tokens, found.num_cached_tokens, found.num_transferred_blocks) == (2, 8, 1)
         assert found.kv == KVOrigins(num_holder_blocks=1)
-        labels = {"model_name": "m", "reader": reader}
+        labels = {"model_name": "m", "reader": reader.value}
         assert collectors.get_sample_value("kvrelay:kv_ladder_blocks_total", {**labels, "rung": "holder"}) == 1
         assert collectors.get_sample_value("kvrelay:kv_ladder_failures_total", {**labels, "cause": "missing"}) == 2
 
