@@ -38,7 +38,6 @@ class _Open:
     """The state between `allocate` and `close`. Retractions take no lock: what is sent is a copy, made before the
     generation was last compared."""
 
-    link: RedisLink
     pool: LocalPool
     epoch: int
     backlog: Backlog | None  # only over the pool of another connector
@@ -74,7 +73,7 @@ class RedisConnector:
     ) -> PoolBuffer:
         assert self._state is None, "allocate is called once"
         pool = LocalPool.over(buffer, layout, num_blocks)
-        self._state = _Open(self._link, pool, epoch, Backlog(self._offer) if buffer is not None else None)
+        self._state = _Open(pool, epoch, Backlog(self._offer) if buffer is not None else None)
         return pool.buffer
 
     @property
@@ -120,7 +119,7 @@ class RedisConnector:
         try:
             if state.backlog is not None:
                 await state.backlog.close()
-            await state.link.close()
+            await self._link.close()
         except UNREACHABLE as error:
             _logger.info("closing the connection to Redis failed: %s", type(error).__name__)
         finally:
@@ -145,10 +144,10 @@ class RedisConnector:
         state = self._require()
         held = lost = 0
         try:
-            held, absent = await self._renew(state, claims)
+            held, absent = await self._renew(claims)
             for part in slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
                 self._require_same(state)
-                attempt = state.link.writes.admit()
+                attempt = self._link.writes.admit()
                 if attempt is None:
                     self.stats.skipped += len(claims) - held - lost
                     break
@@ -163,17 +162,17 @@ class RedisConnector:
         self.stats.failed += len(claims) - held - lost
         return held
 
-    async def _renew(self, state: _Open, claims: Sequence[Claim]) -> tuple[int, list[Claim]]:
+    async def _renew(self, claims: Sequence[Claim]) -> tuple[int, list[Claim]]:
         """Restarts the TTL of the blocks that Redis holds. Returns how many these are, and those that it lacks. A block
         for which it refuses that is among neither: what refuses an EXPIRE refuses as a rule a SET as well."""
-        async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
+        async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
             answers: list[Any] = await pipe.execute(raise_on_error=False)
         if any(isinstance(answer, Exception) for answer in answers):
-            attempt = state.link.writes.admit()
+            attempt = self._link.writes.admit()
             if attempt is not None:
-                self._note_writes(state, answers, attempt)
+                self._note_writes(answers, attempt)
         return answers.count(1), [claim for claim, answer in zip(claims, answers, strict=True) if answer == 0]
 
     async def _store(self, state: _Open, claims: Sequence[Claim], attempt: object) -> tuple[int, int]:
@@ -181,7 +180,7 @@ class RedisConnector:
         were retracted before they were sent."""
         answers: list[Any] = []
         try:
-            async with state.link.exchange() as client, client.pipeline(transaction=False) as pipe:
+            async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
                 offered = 0
                 for claim in claims:
                     value = _value(state, claim)
@@ -190,23 +189,23 @@ class RedisConnector:
                         offered += 1
                 answers = await pipe.execute(raise_on_error=False)
         finally:
-            refused = self._note_writes(state, answers, attempt)
+            refused = self._note_writes(answers, attempt)
         stored = offered - refused
         self.stats.count_published(stored, state.pool.block_bytes)
         return stored, len(claims) - offered
 
-    def _note_writes(self, state: _Open, answers: Sequence[object], attempt: object) -> int:
+    def _note_writes(self, answers: Sequence[object], attempt: object) -> int:
         """Ends `attempt` to write; returns how many commands Redis has refused: it is full, a replica, lacks
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
             why = described(refused[0])
             _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
-            state.link.writes.failed(attempt)
+            self._link.writes.failed(attempt)
         elif answers:
-            state.link.writes.succeeded()
+            self._link.writes.succeeded()
         else:
-            state.link.writes.abandoned(attempt)
+            self._link.writes.abandoned(attempt)
         return len(refused)
 
     # -- loading -----------------------------------------------------------------------------------------------------
@@ -215,24 +214,24 @@ class RedisConnector:
         """Sends one MGET and returns the verdicts. Values are verified and copied within one turn of the loop, so a
         cancelled fetch writes nothing later."""
         deadline = self._clock.now() + timeout
-        async with state.link.exchange(timeout) as client:
+        async with self._link.exchange(timeout) as client:
             values: Any = await client.mget([self._key(block.block_hash) for block in blocks])
             if not isinstance(values, list) or len(values) != len(blocks):
                 raise InvalidResponse(f"no list of {len(blocks)} values")
         self._require_same(state)
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
         damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)]
-        await self._remove(state, damaged, max(0.0, deadline - self._clock.now()))
+        await self._remove(damaged, max(0.0, deadline - self._clock.now()))
         return verdicts
 
-    async def _remove(self, state: _Open, damaged: Sequence[NamedBlock], timeout: float) -> None:
+    async def _remove(self, damaged: Sequence[NamedBlock], timeout: float) -> None:
         """Deletes values, whose names would otherwise count as held when a node publishes the blocks again. A name
         determines every field that is verified, so no node can use such a value. Two versions of kvrelay with one
         Redis replace each other's values, which does no other harm."""
         if not damaged:
             return
         try:
-            async with state.link.exchange(timeout) as client:
+            async with self._link.exchange(timeout) as client:
                 await client.unlink(*(self._key(block.block_hash) for block in damaged))
         except UNREACHABLE as error:
             _logger.warning("%d damaged values stay in Redis: %s", len(damaged), type(error).__name__)

@@ -87,7 +87,7 @@ async def test_deleting_a_bad_value_does_not_outlast_the_fetch(
     async def never(*keys: str) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(connector._require().link.client, "unlink", never)
+    monkeypatch.setattr(connector._link.client, "unlink", never)
     async with asyncio.timeout(10.0):
         assert await connector.fetch(NOWHERE, [block], timeout=0.3) == (FetchOutcome.REFUSED,)
     await peer.connector.close()
