@@ -8,11 +8,15 @@ most one is under way.
 """
 
 import logging
+from typing import NewType
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
 
 _logger = logging.getLogger(__name__)
+
+Attempt = NewType("Attempt", object)
+"""An attempt that was admitted; it has nothing but its identity."""
 
 
 class CircuitBreaker:
@@ -25,11 +29,11 @@ class CircuitBreaker:
         self._backoff = Backoff(first=0.5, longest=30.0)
         self._failures = 0
         self._retry_at: float | None = None  # None: closed
-        self._trial: object | None = None  # the attempt that an open breaker has admitted
+        self._trial: Attempt | None = None  # the attempt that an open breaker has admitted
 
-    def admit(self) -> object | None:
-        """Returns a name for an attempt, with which its end is reported, or None if there is to be none."""
-        attempt = object()
+    def admit(self) -> Attempt | None:
+        """Returns an attempt, with which its end is reported, or None if there is to be none."""
+        attempt = Attempt(object())
         if self._retry_at is not None:
             if self._trial is not None or self._clock.now() < self._retry_at:
                 return None
@@ -43,7 +47,7 @@ class CircuitBreaker:
         self._failures = 0
         self._backoff.reset()
 
-    def failed(self, attempt: object) -> None:
+    def failed(self, attempt: Attempt) -> None:
         self._failures += 1
         if self._retry_at is not None and attempt is not self._trial:
             return  # admitted before the breaker opened
@@ -54,7 +58,7 @@ class CircuitBreaker:
         self._retry_at = self._clock.now() + wait
         self._trial = None
 
-    def abandoned(self, attempt: object) -> None:
+    def abandoned(self, attempt: Attempt) -> None:
         """Ends an attempt that says nothing about the server, because it was cancelled or had too little time."""
         if attempt is self._trial:
             self._trial = None

@@ -21,6 +21,7 @@ from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
+from kv_connector.store.breaker import Attempt
 from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, described
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
@@ -175,7 +176,7 @@ class RedisConnector:
                 self._note_writes(answers, attempt)
         return answers.count(1), [claim for claim, answer in zip(claims, answers, strict=True) if answer == 0]
 
-    async def _store(self, state: _Open, claims: Sequence[Claim], attempt: object) -> tuple[int, int]:
+    async def _store(self, state: _Open, claims: Sequence[Claim], attempt: Attempt) -> tuple[int, int]:
         """Sends one round of SETs, and ends `attempt` to write. Returns how many blocks Redis has stored, and how many
         were retracted before they were sent."""
         answers: list[Any] = []
@@ -194,7 +195,7 @@ class RedisConnector:
         self.stats.count_published(stored, state.pool.block_bytes)
         return stored, len(claims) - offered
 
-    def _note_writes(self, answers: Sequence[object], attempt: object) -> int:
+    def _note_writes(self, answers: Sequence[object], attempt: Attempt) -> int:
         """Ends `attempt` to write; returns how many commands Redis has refused: it is full, a replica, lacks
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]

@@ -1,10 +1,10 @@
 """When the circuit breaker admits attempts: not after failures in a row, then one at a time after a wait."""
 
-from kv_connector.store.breaker import CircuitBreaker
+from kv_connector.store.breaker import Attempt, CircuitBreaker
 from tests.manual_clock import ManualClock
 
 
-def admitted(tried: CircuitBreaker) -> object:
+def admitted(tried: CircuitBreaker) -> Attempt:
     attempt = tried.admit()
     assert attempt is not None
     return attempt
