@@ -4,17 +4,17 @@ Invariant: only a connector that has moved the right bytes between two processes
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from kv_connector.registry import direct_name
-from kv_connector.self_test import SelfTestReport
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.node.connector_choice import CheckConnector
 
 _logger = logging.getLogger(__name__)
 
 
 async def choose_direct(
-    names: Sequence[str], check: Callable[[str], Awaitable[SelfTestReport]], *, required: bool, problem: str
+    names: Sequence[str], check: CheckConnector, *, required: bool, problem: str
 ) -> tuple[str, ...]:
     """Returns the connectors over device memory (names for `registry.create_direct`) that replace the backends `names`;
     none when no direct transfer works, which raises ConfigurationError if it is `required`. `check` tests one
@@ -31,9 +31,7 @@ async def choose_direct(
     return found
 
 
-async def _working(
-    names: Sequence[str], check: Callable[[str], Awaitable[SelfTestReport]]
-) -> tuple[tuple[str, ...], str]:
+async def _working(names: Sequence[str], check: CheckConnector) -> tuple[tuple[str, ...], str]:
     """Returns the connectors that passed, in the order of asking, or none and why. The last one, which reaches every
     holder that the others reach, has to pass: without UCX, where that was chosen, none is used."""
     direct: list[str] = []
