@@ -12,11 +12,10 @@ import secrets
 from dataclasses import dataclass, field
 
 from kv_connector.geometry import Geometry
-from kv_connector.ucx.protocol import NONCE_BYTES, ProtocolError, encode_geometry
+from kv_connector.ucx.protocol import NONCE_BYTES, POSITION_BITS, ProtocolError, encode_geometry
 from kvrelay.core.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 16
-_POSITION_BITS = 16  # the low bits of a tag are the position of a block in its Ask
 
 
 def new_nonce() -> bytes:
@@ -45,7 +44,7 @@ class Session:
 
     def derive_tag(self) -> int:
         """Returns the UCX tag of position 0: a number that only the two ends can know, with room for the positions."""
-        return int.from_bytes(self._mac(b"tag")[:8], "little") >> _POSITION_BITS << _POSITION_BITS
+        return int.from_bytes(self._mac(b"tag")[:8], "little") >> POSITION_BITS << POSITION_BITS
 
     def reader_proof(self, geometry: Geometry) -> bytes:
         return self._mac(b"reader" + encode_geometry(geometry))

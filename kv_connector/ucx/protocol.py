@@ -29,8 +29,9 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_ASK_BYTES = 4 << 20  # payload of one Ask, unless a single block is larger
 MAX_ASK_BLOCKS = 128
-ASK_POSITION = 0xFFFE  # greater than any block's
-REPLY_POSITION = 0xFFFF
+POSITION_BITS = 16  # the low bits of a tag
+REPLY_POSITION = (1 << POSITION_BITS) - 1
+ASK_POSITION = REPLY_POSITION - 1  # greater than any block's
 ABSENT = b"\0"  # sent instead of the payload of a block that is not there
 
 _MAGIC = b"KVRU"
