@@ -81,7 +81,7 @@ def pack_codes(
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
-    """Returns rows [begin, end) of the weight, rounded to `dtype`; `begin` is a multiple of 16."""
+    """Returns rows [begin, end) of the weight, rounded to `dtype`; `begin` is a multiple of `PANEL_OUTPUTS`."""
     end = weight.num_outputs if end is None else end
     assert begin % PANEL_OUTPUTS == 0
     first, last = begin // PANEL_OUTPUTS, -(-end // PANEL_OUTPUTS)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from paged_kernels.cpu.quantized_weight import QuantizedWeight
+from paged_kernels.cpu.quantized_weight import PANEL_OUTPUTS, QuantizedWeight
 
 _SMALLEST_SCALE = 2.0**-126  # smaller ones have no finite inverse
 
@@ -33,20 +33,20 @@ def pack_rows(target: QuantizedWeight, rows: Tensor, first_output: int) -> None:
     if target.bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     outputs = torch.arange(first_output, first_output + rows.shape[0])
-    panels, lanes = outputs // 16, outputs % 16
-    target.packed.view(target.packed.shape[0], -1, 16, 4)[panels, :, lanes] = codes
+    panels, lanes = outputs // PANEL_OUTPUTS, outputs % PANEL_OUTPUTS
+    target.packed.view(target.packed.shape[0], -1, PANEL_OUTPUTS, 4)[panels, :, lanes] = codes
     target.scales[panels, :, lanes] = scales
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Returns the weights, computed in float32 (float64 for float64) and rounded to `dtype`."""
-    codes = weight.packed.view(weight.packed.shape[0], -1, 16, 4)
+    codes = weight.packed.view(weight.packed.shape[0], -1, PANEL_OUTPUTS, 4)
     if weight.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1, 2)
     zeros: Tensor | float = 128.0 if weight.bits == 8 else 8.0
     if weight.zeros is not None:
         zeros = weight.zeros.transpose(1, 2).float().repeat_interleave(weight.group_size, dim=2)
-    integers = codes.permute(0, 2, 1, 3).flatten(2) - zeros  # [panels, 16, inputs]
+    integers = codes.permute(0, 2, 1, 3).flatten(2) - zeros  # [num_panels, PANEL_OUTPUTS, num_inputs]
     scales = weight.scales.transpose(1, 2).float().repeat_interleave(weight.group_size, dim=2)
     wide = (integers * scales).flatten(0, 1)
     return wide[: weight.num_outputs, : weight.num_inputs].to(dtype)

@@ -18,7 +18,7 @@ class QuantizedWeight:
     """
 
     packed: Tensor  # [num_panels, bytes of a panel] uint8
-    scales: Tensor  # [num_panels, num_groups, 16] bfloat16
+    scales: Tensor  # [num_panels, num_groups, PANEL_OUTPUTS] bfloat16
     num_outputs: int
     num_inputs: int
     bits: Bits
