@@ -13,8 +13,8 @@ from paged_kernels.cpu.quantized_weight import QuantizedWeight
 from paged_kernels.cpu.weight_memory import WeightMemory
 from paged_kernels.prequantized_weight import PrequantizedWeight, unpack_codes, unpack_zeros
 
-GROUP_SIZES = (128, 64, 32)
-"""Of the kernels. A checkpoint's larger groups become several with equal scales."""
+_KERNEL_GROUP_SIZES = (128, 64, 32)
+"""A checkpoint's larger groups become several with equal scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ def linear(x: Tensor, repacked: RepackedWeight, bias: Tensor | None = None) -> T
 
 
 def _kernel_group_size(group_size: int, num_inputs: int) -> int:
-    fitting = [size for size in GROUP_SIZES if group_size % size == 0]
+    fitting = [size for size in _KERNEL_GROUP_SIZES if group_size % size == 0]
     if fitting:
         return fitting[0]
     if group_size < num_inputs:
         raise ValueError(f"group_size {group_size} is no multiple of 32")
-    return GROUP_SIZES[-1]
+    return _KERNEL_GROUP_SIZES[-1]
