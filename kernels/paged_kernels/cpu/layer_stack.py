@@ -21,9 +21,9 @@ from paged_kernels.cpu.threads import num_threads
 from paged_kernels.kv_scales import KVScales
 
 
-def projection(weight: object, bias: Tensor | None) -> Projection | None:
+def projection(weight: Tensor | PackedWeight | QuantizedWeight | None, bias: Tensor | None) -> Projection | None:
     """Returns a linear layer with bfloat16 inputs in the form that a stack takes; None for weights that only torch can
-    multiply with."""
+    multiply with, and for none."""
     if isinstance(weight, PackedWeight):
         return _native.packed_projection(weight.panels, bias, weight.num_outputs, weight.num_inputs)
     if isinstance(weight, QuantizedWeight):
