@@ -21,14 +21,14 @@ _lock = threading.Lock()
 
 
 @dataclass(slots=True)
-class _Told:
-    """The number of configured threads, and torch's count before the first of them was configured."""
+class _Configured:
+    """How many threads are configured, and torch's count before the first of them was."""
 
-    count: int = 0
-    of_torch: int = 0
+    threads: int = 0
+    torch_count: int = 0
 
 
-_told = _Told()
+_configured = _Configured()
 
 
 def num_threads() -> int:
@@ -37,7 +37,7 @@ def num_threads() -> int:
     if count is not None:
         return count
     with _lock:
-        return _told.of_torch if _told.count else torch.get_num_threads()
+        return _configured.torch_count if _configured.threads else torch.get_num_threads()
 
 
 def use_threads(count: int, *, torch_multiplies: bool = False) -> None:
@@ -45,9 +45,9 @@ def use_threads(count: int, *, torch_multiplies: bool = False) -> None:
     one."""
     if _own_count() is None:
         with _lock:
-            if _told.count == 0:
-                _told.of_torch = torch.get_num_threads()
-            _told.count += 1
+            if _configured.threads == 0:
+                _configured.torch_count = torch.get_num_threads()
+            _configured.threads += 1
     _own.count = count
     torch.set_num_threads(count if torch_multiplies else 1)
 
@@ -60,7 +60,7 @@ def remember_threads() -> Callable[[], None]:
     def put_back() -> None:
         if count is None and _own_count() is not None:
             with _lock:
-                _told.count -= 1
+                _configured.threads -= 1
         _own.count = count
         torch.set_num_threads(of_torch)
 
