@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "kvrelay.core": {"kvrelay.v1"},
     "kvrelay.v1": set[str](),
-    "kvrelay.engine": {"paged_kernels", "kvrelay.engine.loading.config_file", "kvrelay.core"},
+    "kvrelay.engine": {"paged_kernels", "kvrelay.engine.loading.config_json", "kvrelay.core"},
     # So little that `kvrelay serve` can ask it whether a model is supported.
-    "kvrelay.engine.loading.config_file": {"kvrelay.core"},
+    "kvrelay.engine.loading.config_json": {"kvrelay.core"},
     # The node copies and digests blocks with what is compiled.
     "kvrelay.node": {
         *("kvrelay", "kvrelay.node.settings", "kvrelay.engine", "kv_connector", "paged_kernels"),
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "router.settings": {"kvrelay.core"},
     "kvrelay.__main__": {"kvrelay.cli"},
     "kvrelay.cli": {
-        *("kvrelay", "kvrelay.node.settings", "router.settings", "kvrelay.engine.loading.config_file"),
+        *("kvrelay", "kvrelay.node.settings", "router.settings", "kvrelay.engine.loading.config_json"),
         *("kvrelay.bench", "kvrelay.core", "kvrelay.v1"),
     },
     "kvrelay.bench": {"kvrelay.core", "kvrelay.v1"},
@@ -42,7 +42,7 @@ MAY_IMPORT = {
 }
 TORCH_FREE = {
     *("kvrelay.core", "kvrelay.v1", "kvrelay.text", "kvrelay.cli", "kvrelay.bench", "router"),
-    *("kvrelay.node.settings", "router.settings", "kvrelay.engine.loading.config_file"),
+    *("kvrelay.node.settings", "router.settings", "kvrelay.engine.loading.config_json"),
 }
 # The first takes settings from it, the second hands it on to child processes, the third sets what UCX reads there.
 ENVIRONMENT_USERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx.environment"}

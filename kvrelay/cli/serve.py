@@ -33,7 +33,7 @@ from kvrelay.core.lifecycle import on_stdin_closed, say_ready
 from kvrelay.core.listening import check_port
 from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.option_types import MOST_THREADS
-from kvrelay.engine.loading.config_file import read_config
+from kvrelay.engine.loading.config_json import read_config
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
 

@@ -14,7 +14,7 @@ from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.json_object import read_json_object
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
 from kvrelay.engine.layers.weight_format import CheckpointQuantization
-from kvrelay.engine.loading.config_file import MOST_LAYERS, complete_config, read_config
+from kvrelay.engine.loading.config_json import MOST_LAYERS, complete_config, read_config
 from kvrelay.engine.loading.quantization_config import parse_quantization
 
 _MOST_POSITIONS = 2**24  # float32, in which rotary angles are computed, counts no further

@@ -4,7 +4,7 @@ Both are defined by classes of transformers (LlamaConfig, MistralConfig, Qwen2Co
 them as tables, because importing that library takes longer than the rest of a node's start without the weights. No
 torch here, so that `kvrelay serve` can refuse a model before it starts a node.
 Invariant: every field has the value that it has in a model of AutoModelForCausalLM;
-`tests/engine/loading/test_config_file.py` compares them.
+`tests/engine/loading/test_config_json.py` compares them.
 """
 
 from collections.abc import Mapping

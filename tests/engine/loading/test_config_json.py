@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.loading.config_file import FAMILIES, complete_config
+from kvrelay.engine.loading.config_json import FAMILIES, complete_config
 
 READ = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
