@@ -9,9 +9,8 @@ Computing chunks of prompts together with decodes follows Sarathi-Serve (Agrawal
 recomputing follows PagedAttention (Kwon et al., 2023), section 4.5.
 """
 
-import bisect
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,6 +22,7 @@ from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutpu
 from kvrelay.engine.sampling.penalties import reads_tokens
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
+from kvrelay.engine.sequence_queue import SequenceQueue
 from kvrelay.engine.step_costs import StepCosts
 
 SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step, whatever else it computes
@@ -43,41 +43,6 @@ class SchedulerConfig:
     max_num_mixed_tokens: int
     max_model_len: int
     policy: SchedulingPolicy = "fcfs"
-
-
-class SequenceQueue:
-    """Sequences sorted by `Sequence.order`. `num_tokens` is how many tokens they had together when they came in."""
-
-    def __init__(self) -> None:
-        self._items: list[Sequence] = []
-        self._num_tokens: dict[Sequence, int] = {}
-        self.num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._items)
-
-    def push(self, sequence: Sequence) -> None:
-        bisect.insort(self._items, sequence, key=lambda item: item.order)
-        self._num_tokens[sequence] = sequence.num_tokens
-        self.num_tokens += sequence.num_tokens
-
-    def peek(self) -> Sequence:
-        return self._items[0]
-
-    def last(self) -> Sequence:
-        return self._items[-1]
-
-    def pop(self) -> Sequence:
-        sequence = self._items.pop(0)
-        self.num_tokens -= self._num_tokens.pop(sequence)
-        return sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        self._items.remove(sequence)
-        self.num_tokens -= self._num_tokens.pop(sequence)
 
 
 class Scheduler:
