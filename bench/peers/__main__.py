@@ -175,14 +175,14 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
     model = model_of(settings, directory)
     vocab_size = SHAPES[settings.shape]().vocab_size
 
-    def folder(engine: Engine | Worker) -> Path:
+    def directory_of(engine: Engine | Worker) -> Path:
         return directory / FOLDERS.get(engine.name, engine.name)
 
     if settings.peer in IN_PROCESS:
         return InProcessComparison(
             KvrelayOffline(),
             IN_PROCESS[settings.peer],
-            directories=folder,
+            directory_of=directory_of,
             scratch=directory,
             model=model,
             vocab_size=vocab_size,
@@ -193,7 +193,7 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
     return Comparison(
         kvrelay_of(settings),
         server,
-        directories=folder,
+        directory_of=directory_of,
         model=model,
         vocabulary=vocabulary_settings(server.prompt_format, directory, vocab_size),
         workloads=settings.workloads or WORKLOADS,

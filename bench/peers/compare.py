@@ -56,11 +56,11 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two servers. `directories` maps each engine to its own directory."""
+    """Two servers. `directory_of` maps each engine to its own directory."""
 
     ours: Engine
     peer: Engine
-    directories: Callable[[Engine], Path]
+    directory_of: Callable[[Engine], Path]
     model: Path
     vocabulary: Mapping[str, object]
     workloads: Sequence[str]
@@ -79,7 +79,7 @@ class Comparison:
         affects both. It is for engines that rest soon after their last request. Raises what `run` raises."""
         with ExitStack() as stack:
             servers = {
-                engine.name: stack.enter_context(engine.serve(self.directories(engine), self.model))
+                engine.name: stack.enter_context(engine.serve(self.directory_of(engine), self.model))
                 for engine in (self.ours, self.peer)
             }
             for number in range(rounds):
@@ -92,7 +92,7 @@ class Comparison:
         return (self.ours, self.peer) if number % 2 == 0 else (self.peer, self.ours)
 
     def _run_afresh(self, engine: Engine, number: int, seed: int, findings: Findings) -> None:
-        with PeakMemory() as memory, engine.serve(self.directories(engine), self.model) as server:
+        with PeakMemory() as memory, engine.serve(self.directory_of(engine), self.model) as server:
             findings.add(Measurement(engine.name, number, "", Figure("ready after, s", server.ready_seconds)))
             for workload in self.workloads:
                 self._measure(engine, server, workload, number, seed, findings)

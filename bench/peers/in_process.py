@@ -61,11 +61,11 @@ class KvrelayOffline:
 
 @dataclass(frozen=True, slots=True)
 class InProcessComparison:
-    """Two workers. `directories` maps each to its own directory; `scratch` is for the job and the log."""
+    """Two workers. `directory_of` maps each to its own directory; `scratch` is for the job and the log."""
 
     ours: Worker
     peer: Worker
-    directories: Callable[[Worker], Path]
+    directory_of: Callable[[Worker], Path]
     scratch: Path
     model: Path
     vocab_size: int
@@ -100,7 +100,7 @@ class InProcessComparison:
     def _measure(self, engine: Worker, prompts: Prompts, number: int, findings: Findings) -> None:
         job = self.scratch / "job.json"
         job.write_text(json.dumps({"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "concurrency": CONCURRENCY}))
-        command = [*engine.command(self.directories(engine), self.model), str(job)]
+        command = [*engine.command(self.directory_of(engine), self.model), str(job)]
         with PeakMemory(_SAMPLE_SECONDS) as memory:
             found = run_job(command, self.scratch / "worker.log")
         findings.add_work(

@@ -49,7 +49,7 @@ def compare(ours: StubEngine, peer: StubEngine) -> Comparison:
     return Comparison(
         ours,
         peer,
-        directories=lambda engine: Path(engine.name),
+        directory_of=lambda engine: Path(engine.name),
         model=Path("m"),
         vocabulary=VOCABULARY,
         workloads=("A",),
@@ -177,7 +177,7 @@ def compare_workers(ours: StubWorker, peer: StubWorker, tmp_path: Path) -> InPro
     return InProcessComparison(
         ours,
         peer,
-        directories=lambda worker: tmp_path,
+        directory_of=lambda worker: tmp_path,
         scratch=tmp_path,
         model=tmp_path,
         vocab_size=4096,
