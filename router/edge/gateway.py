@@ -230,9 +230,9 @@ class _Gateway:
                 num_copies=routed[0].sampling.n if shape.prompt_logprobs_in_choices else 1,
                 field="logprobs" if echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",
             )
-            shape.echoes = await echoes(self._edge.tokenizer, echoed, num_copies=routed[0].sampling.n)
+            repeated = await echoes(self._edge.tokenizer, echoed, num_copies=routed[0].sampling.n)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
-        return HttpGeneration(self._edge, routed, shape, envelope, only_echoes=only_echoes)
+        return HttpGeneration(self._edge, routed, shape, envelope, echoes=repeated, only_echoes=only_echoes)
 
     def _model_card(self) -> Json:
         return {

@@ -17,6 +17,7 @@ from router.edge.edge import Edge, GenerationEvent
 from router.edge.fan_in import merged
 from router.edge.openai_format import (
     DONE,
+    Echo,
     Envelope,
     Format,
     Json,
@@ -34,7 +35,8 @@ _logger = logging.getLogger(__name__)
 
 class HttpGeneration:
     """The generation of one response, run once, by `whole` or `stream`. `requests` differ only in their prompts and
-    ids. Where prompts are repeated, `only_echoes` leaves out the outputs, which have one token each."""
+    ids. `echoes` are the prompts if they are repeated before their outputs; `only_echoes` then leaves out the outputs,
+    which have one token each."""
 
     def __init__(
         self,
@@ -43,9 +45,11 @@ class HttpGeneration:
         shape: Format,
         envelope: Envelope,
         *,
+        echoes: Sequence[Echo],
         only_echoes: bool,
     ) -> None:
         self._edge = edge
+        self._echoes = echoes
         self._only_echoes = only_echoes
         self._requests = requests
         self._shape = shape
@@ -56,7 +60,8 @@ class HttpGeneration:
 
     async def whole(self) -> bytes:
         """Returns the encoded response."""
-        choices = [WholeChoice(self._shape) for _ in range(self._n * len(self._requests))]
+        beginnings = [[echo.text] for echo in self._echoes] or [[] for _ in self._requests]
+        choices = [WholeChoice(self._shape, list(beginning)) for beginning in beginnings for _ in range(self._n)]
         prompt_logprobs: dict[int, bytes] = {}
         async with aclosing(self._events()) as events:
             async for prompt_index, found in events:
@@ -68,7 +73,7 @@ class HttpGeneration:
                 elif self._echoes_logprobs:
                     await self._echo(prompt_index, found)
                     for choice in choices[prompt_index * self._n : (prompt_index + 1) * self._n]:
-                        choice.begin_with(self._shape.echoes[prompt_index])
+                        choice.begin_with(self._echoes[prompt_index])
                 else:
                     prompt_logprobs[prompt_index] = await encoded_prompt_logprobs(self._edge.tokenizer, found)
         return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
@@ -87,9 +92,10 @@ class HttpGeneration:
                         chunk = self._behind_echo(prompt_index, found)
                         index = prompt_index * self._n + chunk.index
                         stop_reason = self._count(chunk)
+                        echo = self._echoes[prompt_index] if self._echoes else None
                         if continuous_usage:
                             formatter.show(self._usage)
-                        if data := formatter.chunk(index, prompt_index, chunk, stop_reason):
+                        if data := formatter.chunk(index, echo, chunk, stop_reason):
                             started = True
                             yield data
                     elif isinstance(found, RequestTrace):
@@ -113,19 +119,19 @@ class HttpGeneration:
 
     @property
     def _echoes_logprobs(self) -> bool:
-        return bool(self._shape.echoes) and self._requests[0].sampling.logprobs is not None
+        return bool(self._echoes) and self._requests[0].sampling.logprobs is not None
 
     async def _echo(self, prompt_index: int, found: PromptLogprobs) -> None:
-        echo, token_ids = self._shape.echoes[prompt_index], self._requests[prompt_index].prompt_token_ids
+        echo, token_ids = self._echoes[prompt_index], self._requests[prompt_index].prompt_token_ids
         echo.logprobs = await encoded_logprobs(self._edge.tokenizer, echo, token_ids, found)
 
     def _behind_echo(self, prompt_index: int, chunk: TextChunk) -> TextChunk:
         """Returns a chunk as it follows the repeated prompt, if there is one."""
-        if not self._shape.echoes:
+        if not self._echoes:
             return chunk
         if self._only_echoes:
             return TextChunk(chunk.index, "", (), finish_reason=FinishReason.LENGTH)
-        start = len(self._shape.echoes[prompt_index].text)
+        start = len(self._echoes[prompt_index].text)
         return replace(chunk, text_offsets=tuple(start + offset for offset in chunk.text_offsets))
 
     def _count(self, chunk: TextChunk) -> str | int | None:

@@ -68,6 +68,15 @@ class Usage:
         return {"requests": traces} if traces else None
 
 
+@dataclass(slots=True)
+class Echo:
+    """A prompt that is repeated before the output. `logprobs` has the items of each list, by the list's name, if they
+    are repeated, too: they are known before the first output."""
+
+    text: str
+    logprobs: dict[str, bytes] = field(default_factory=dict)
+
+
 class Format(Protocol):
     """What differs between completions and chat: the JSON that carries the text and log-probabilities of a choice."""
 
@@ -75,12 +84,10 @@ class Format(Protocol):
     chunk_object_name: str
     prompt_logprobs_in_choices: bool
     """Whether each choice has the log-probabilities of its prompt, or the answer once: as vLLM does it."""
-    echoes: "Sequence[Echo]"
-    """The prompts, if their choices begin with them."""
 
-    def opening(self, prompt_index: int) -> str | None:
+    def opening(self, echo: Echo | None) -> str | None:
         """Returns the encoded members of the event with which a streamed choice begins, its text and log-probabilities;
-        None if there is no such event."""
+        None if there is no such event. `echo` is the prompt if it is repeated."""
         ...
 
     def delta(self, text_json: str) -> str:
@@ -91,22 +98,13 @@ class Format(Protocol):
         """Returns the member that the last event of a choice has in the place of text."""
         ...
 
-    def whole(self, text: str, prompt_index: int) -> Json:
+    def whole(self, text: str) -> Json:
         """Returns the member that carries the text of a choice that is not streamed."""
         ...
 
     def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> dict[str, list[Any] | None]:
         """Returns lists by name, each with an item for every entry, or None if there is no such list."""
         ...
-
-
-@dataclass(slots=True)
-class Echo:
-    """A prompt that is repeated before the output. `logprobs` has the items of each list, by the list's name, if they
-    are repeated, too: they are known before the first output."""
-
-    text: str
-    logprobs: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -146,12 +144,10 @@ class CompletionFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.echoes: Sequence[Echo] = ()
 
-    def opening(self, prompt_index: int) -> str | None:
-        if not self.echoes:
+    def opening(self, echo: Echo | None) -> str | None:
+        if echo is None:
             return None
-        echo = self.echoes[prompt_index]
         return f'"text":{to_json(echo.text)},"logprobs":{_joined(echo.logprobs).decode()}'
 
     def delta(self, text_json: str) -> str:
@@ -160,8 +156,8 @@ class CompletionFormat:
     def closing(self) -> Json:
         return {"text": ""}
 
-    def whole(self, text: str, prompt_index: int) -> Json:
-        return {"text": self.echoes[prompt_index].text + text if self.echoes else text}
+    def whole(self, text: str) -> Json:
+        return {"text": text}
 
     def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> dict[str, list[Any] | None]:
         text = self._tokenizer.token_text
@@ -188,9 +184,8 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.echoes: Sequence[Echo] = ()  # none
 
-    def opening(self, prompt_index: int) -> str | None:
+    def opening(self, echo: Echo | None) -> str | None:
         return '"delta":{"role":"assistant","content":""},"logprobs":null'
 
     def delta(self, text_json: str) -> str:
@@ -199,7 +194,7 @@ class ChatFormat:
     def closing(self) -> Json:
         return {"delta": {}}
 
-    def whole(self, text: str, prompt_index: int) -> Json:
+    def whole(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def logprobs(self, entries: Sequence[TokenLogprobs], text_offsets: Sequence[int]) -> dict[str, list[Any] | None]:
@@ -248,8 +243,8 @@ class StreamFormatter:
         self._head["usage"] = usage.so_far()
         self._prefix = self._choice_prefix()
 
-    def chunk(self, index: int, prompt_index: int, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
-        """Returns the events of a chunk; no bytes if the chunk has nothing to show."""
+    def chunk(self, index: int, echo: Echo | None, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
+        """Returns the events of a chunk; no bytes if the chunk has nothing to show. `echo` as in `Format.opening`."""
         logprobs = "null"
         if chunk.logprobs:
             logprobs = to_json(self._shape.logprobs(chunk.logprobs, chunk.text_offsets))
@@ -259,7 +254,7 @@ class StreamFormatter:
             message = f'{self._prefix}{index},{delta},"logprobs":{logprobs},"finish_reason":null}}]}}\n\n'
         if index in self._opened and chunk.finish_reason is None:
             return message.encode()
-        return self._opening(index, prompt_index) + message.encode() + self._closing(index, chunk, stop_reason)
+        return self._opening(index, echo) + message.encode() + self._closing(index, chunk, stop_reason)
 
     def usage(self, usage: Usage) -> bytes:
         body = self._head | {"choices": [], "usage": usage.as_json()}
@@ -269,11 +264,11 @@ class StreamFormatter:
     def _choice_prefix(self) -> str:
         return f'data: {to_json(self._head)[:-1]},"choices":[{{"index":'
 
-    def _opening(self, index: int, prompt_index: int) -> bytes:
+    def _opening(self, index: int, echo: Echo | None) -> bytes:
         if index in self._opened:
             return b""
         self._opened.add(index)
-        members = self._shape.opening(prompt_index)
+        members = self._shape.opening(echo)
         return b"" if members is None else f'{self._prefix}{index},{members},"finish_reason":null}}]}}\n\n'.encode()
 
     def _closing(self, index: int, chunk: TextChunk, stop_reason: str | int | None) -> bytes:
@@ -306,7 +301,7 @@ async def whole_response(
             await asyncio.sleep(0)  # a hundred of them may be long
         body: Json = {
             "index": index,
-            **shape.whole("".join(choice.text), index // n),
+            **shape.whole("".join(choice.text)),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
