@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import grpc
 
@@ -28,9 +28,6 @@ from bench.arguments import positive
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
-
-if TYPE_CHECKING:
-    from kvrelay.v1.router_pb2_grpc import RouterAsyncStub
 
 _FIRST_ID, _MAX_ID = 300, 16_300  # behind bytes and special tokens
 _TIMEOUT = 120.0
@@ -74,7 +71,7 @@ async def _measure(address: str, model: str, arguments: argparse.Namespace) -> N
     vocab_size = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     ids = range(_FIRST_ID, min(_MAX_ID, vocab_size))
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = cast("RouterAsyncStub", router_pb2_grpc.RouterStub(channel))
+        stub = cast("router_pb2_grpc.RouterAsyncStub", router_pb2_grpc.RouterStub(channel))
         for length in arguments.prompt_len:
             timings = []
             for _ in range(arguments.requests + 1):
@@ -83,7 +80,7 @@ async def _measure(address: str, model: str, arguments: argparse.Namespace) -> N
             _report(length, timings[1:])  # the first one warms up
 
 
-async def _generate(stub: "RouterAsyncStub", model: str, prompt: list[int], output_len: int) -> Timing:
+async def _generate(stub: "router_pb2_grpc.RouterAsyncStub", model: str, prompt: list[int], output_len: int) -> Timing:
     request = router_pb2.GenerateRequest(model=model, max_tokens=output_len, temperature=0.0, ignore_eos=True)
     request.prompt_token_ids.ids.extend(prompt)
     arrivals: list[float] = []

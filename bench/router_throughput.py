@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import grpc
 from tokenizers import Tokenizer
@@ -124,7 +125,7 @@ async def node_ttft(address: str, requests: int) -> float:
     params = common_pb2.SamplingParams(n=1, max_tokens=2, top_p=1.0, repetition_penalty=1.0)
     times: list[float] = []
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-        stub: decode_node_pb2_grpc.DecodeNodeAsyncStub = decode_node_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[assignment]
+        stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
         call = stub.Serve(timeout=NODE_SECONDS)
         try:
             for number in range(requests):

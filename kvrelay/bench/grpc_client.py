@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from typing import cast
 
 import grpc
 
@@ -26,7 +27,7 @@ class GrpcClient:
         self._clock = clock
         self._model = ""
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)  # type: ignore[assignment]
+        self._stub = cast("router_pb2_grpc.RouterAsyncStub", router_pb2_grpc.RouterStub(self._channel))
 
     async def resolve_model(self, wanted: str) -> str:
         try:

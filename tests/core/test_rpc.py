@@ -100,7 +100,7 @@ async def serving(servicer: FailingRouter) -> AsyncIterator[grpc.aio.Channel]:
 
 
 def router_stub(channel: grpc.aio.Channel) -> "router_pb2_grpc.RouterAsyncStub":
-    return router_pb2_grpc.RouterStub(channel)  # type: ignore[return-value]
+    return cast("router_pb2_grpc.RouterAsyncStub", router_pb2_grpc.RouterStub(channel))
 
 
 def foreign_details() -> bytes:
@@ -180,7 +180,7 @@ async def test_an_error_in_the_middle_of_a_stream_keeps_its_class() -> None:
 
 async def test_an_error_in_a_bidirectional_stream_keeps_its_status() -> None:
     async with serving(FailingRouter(None)) as channel:
-        stub: decode_node_pb2_grpc.DecodeNodeAsyncStub = decode_node_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[assignment]
+        stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
         call = stub.Serve()
         await call.write(decode_node_pb2.DecodeCommand())
         assert isinstance(await call.read(), decode_node_pb2.DecodeUpdate)
