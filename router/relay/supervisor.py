@@ -26,8 +26,7 @@ and then every attempt is closed. The clean-up does not wait, so no cancellation
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import AsyncGenerator, Callable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,14 +51,14 @@ _logger = logging.getLogger(__name__)
 class Place(Protocol):
     """What chooses the nodes for some outputs of a request."""
 
-    def place(self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], last_resort: bool) -> ResolvedPlacement:
+    def place(self, node_request: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> ResolvedPlacement:
         """Returns nodes that are not among the `lost` ones; a lost decode node only as `last_resort`, if no other one
         is live. Raises UnavailableError if there is no decode node; without a prefill node, the decode node
         prefills."""
         ...
 
     def refill(
-        self, node_request: NodeRequest, *, lost: AbstractSet[KVSource], num_missing_tokens: int
+        self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
     ) -> PrefillPlacement | None:
         """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that a decode node
         waits for in vain; None if the decode node shall compute them."""
