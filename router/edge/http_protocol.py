@@ -73,9 +73,6 @@ class _FlowControl(FlowControl):
 class BoundedHttp(HttpToolsProtocol):
     """An HTTP connection that answers 400 and closes when a request exceeds the limit."""
 
-    _num_head_bytes = 0
-    _num_body_bytes = 0
-
     parser: _Parser
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,6 +80,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.parser = _Parser(self)
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered, the others wait
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0  # of the request that is being read, like those of its body
+        self._num_body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
