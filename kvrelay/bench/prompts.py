@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvrelay.bench.base import Answer, Prompt, PromptFormat, Segment
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.model_directory import resolve_model_directory
 
 # Without a tokenizer nobody knows which ids are special; they usually lie among the first ones.
 _AVOIDED_IDS = 300
@@ -34,10 +35,8 @@ class Vocabulary:
     def of_tokenizer(cls, name: str) -> "Vocabulary":
         """Loads a tokenizer. `name` is a directory with a tokenizer.json, that file, or the name of a model in the
         Hugging Face cache. Downloads nothing. Raises ConfigurationError when there is none."""
-        # Imported here because --vocab-size does without them.
+        # Imported here because --vocab-size does without it.
         from tokenizers import Tokenizer
-
-        from kvrelay.core.model_directory import resolve_model_directory
 
         try:
             file = Path(name) if Path(name).is_file() else resolve_model_directory(name) / "tokenizer.json"
