@@ -27,7 +27,7 @@ from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc import Context
 from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
+from kvrelay.engine.request import Admission, EngineLoad, EngineRequest, KVRole, PromptOutput, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, deadline_after
@@ -69,9 +69,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._leases = LeaseTable(
             clock or MonotonicClock(), self._end_lease, on_sweep=self._end_stall, counts=node.lease_counts
         )
-        self._num_steps_swept = 0
-        self._lacking_swept = 0
-        self._num_sweeps_lacking = 0
+        self._swept_load = EngineLoad()  # the node's, when leases were last swept
+        self._num_sweeps_lacking = 0  # in a row, by which the same request lacked room
 
     def attach(self, server: grpc.aio.Server) -> None:
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
@@ -143,14 +142,13 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         them has lacked room for `_PATIENT_SWEEPS` while others overtake it. Then leases hold the blocks that those
         requests need, perhaps for decode nodes that in turn wait for these requests. The reader of the lease computes
         the blocks that it misses."""
-        load = self._node.event_log.load
-        num_steps, self._num_steps_swept = self._num_steps_swept, load.num_steps
-        lacking, self._lacking_swept = self._lacking_swept, load.first_lacking
-        still_lacks = load.first_lacking > 0 and load.first_lacking == lacking
+        load, previous = self._node.event_log.load, self._swept_load
+        self._swept_load = load
+        still_lacks = load.first_lacking > 0 and load.first_lacking == previous.first_lacking
         self._num_sweeps_lacking = self._num_sweeps_lacking + 1 if still_lacks else 0
         if load.num_requests_waiting == 0:
             return
-        nothing_moves = load.num_requests_running == 0 and load.num_steps == num_steps
+        nothing_moves = load.num_requests_running == 0 and load.num_steps == previous.num_steps
         if not nothing_moves and self._num_sweeps_lacking < _PATIENT_SWEEPS:
             return
         self._num_sweeps_lacking = 0
