@@ -160,7 +160,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         )
         stream.request_ids.add(request.request_id)
         self._node.activity.begin(request.request_id)
-        added = self._node.engine_thread.submit(lambda engine: engine.add(request))
+        added = self._node.engine_thread.call(lambda engine: engine.add(request))
         added.add_done_callback(partial(self._on_added, request.request_id))
 
     def _on_added(self, request_id: str, added: "asyncio.Future[None]") -> None:

@@ -96,13 +96,9 @@ class EngineThread:
         """Runs `message`, which must not raise, on the engine thread between steps."""
         self._mailbox.put(message)
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        """Runs `function` on the engine thread. Returns what it returns and raises what it raises."""
-        return await self.submit(function)
-
-    def submit(self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
-        """Posts `function` like `post` and returns a future for its outcome. The future always resolves; if the engine
-        ends first, with UnavailableError."""
+    def call(self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
+        """Runs `function` on the engine thread between steps. The future gets what it returns or raises, and always
+        resolves; if the engine ends first, with UnavailableError."""
         future: asyncio.Future[T] = self._loop.create_future()
         future.add_done_callback(self._pending.pop)
         self._pending[future] = None

@@ -48,7 +48,7 @@ async def test_calls_behind_a_crash_fail_instead_of_waiting_for_ever() -> None:
         raise RuntimeError("as a fault of ours would")
 
     thread.post(crash)
-    waiting = thread.submit(lambda engine: engine.load())
+    waiting = thread.call(lambda engine: engine.load())
     gate.set()
     async with asyncio.timeout(PATIENCE):
         await crashed.wait()
@@ -103,7 +103,7 @@ async def test_an_answer_does_not_overtake_the_last_result_though_the_next_step_
         await thread.call(lambda engine: engine.add(request("a", prompt_of(5), 5)))
         [(at_second, on_from_second), (_, on_from_third)] = held[0].gates.values()
         await asyncio.to_thread(at_second.wait, PATIENCE)
-        answer = thread.submit(lambda engine: engine.load().num_steps)
+        answer = thread.call(lambda engine: engine.load().num_steps)
         on_from_second.set()
         assert await answer == 2
         assert sum(len(result.outputs) for result in results) == 2
@@ -160,7 +160,7 @@ async def test_an_answer_that_nobody_waits_for_any_more_is_dropped(fails: bool) 
         if fails:
             raise ValueError
 
-    call = thread.submit(answer)
+    call = thread.call(answer)
     call.cancel()
     thread.start()
     async with asyncio.timeout(PATIENCE):
