@@ -13,7 +13,7 @@ request here:
 6. An output that has lost more than `max_attempts` nodes in the same way (`Loss`) without getting past the point where
    it lost them may be what ends the nodes. While it is not known whether so many have ended, it is not placed again; a
    node that is live again has not. When so many have, or that wait takes longer than `node_wait`, the request ends with
-   GivenUpError.
+   GivenUpError; when the router stops before that is known, with UnavailableError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
@@ -127,6 +127,7 @@ class RequestSupervisor:
         self._tally = tally
         self._max_attempts = limits.max_attempts
         self._node_wait = limits.node_wait
+        self._router_stops = False
         self._clock = clock
         self._random = random
         self._expires_at = clock.now() + request.timeout
@@ -164,6 +165,7 @@ class RequestSupervisor:
     def wait_no_more(self) -> None:
         """Lets the request end, from now on, instead of waiting for a decode node, because the router stops."""
         self._node_wait = 0.0
+        self._router_stops = True
         self._inbox.put_nowait(self._on_search)
 
     def abort(self, error: KVRelayError | None = None) -> None:
@@ -269,16 +271,20 @@ class RequestSupervisor:
 
     def _is_doubtful(self, share: _Share, *, just_lost: bool) -> bool:
         """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended. Raises
-        GivenUpError when they have, or it has waited for too long to know. `just_lost`: the last of them counts,
-        because the router may not have heard yet that it has ended."""
+        GivenUpError when they have, or it has waited for too long to know, and UnavailableError when the router stops
+        before it knows. `just_lost`: the last of them counts, because the router may not have heard yet that it has
+        ended."""
         lost = share.lost
         assert lost is not None
         nodes = [node for loss, node in share.losses if loss is lost.loss]
         away = [node for node in nodes if (just_lost and node == lost.source) or not self._place.is_live(node)]
         if len(away) <= self._max_attempts:
             return False
+        have_ended = sum(map(self._place.has_ended, away)) > self._max_attempts
+        if self._router_stops and not have_ended:
+            raise UnavailableError("the router is stopping") from lost
         has_waited = self._clock.now() >= share.lost_at + self._node_wait
-        if has_waited or sum(map(self._place.has_ended, away)) > self._max_attempts:
+        if have_ended or has_waited:
             raise GivenUpError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
         if just_lost:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))

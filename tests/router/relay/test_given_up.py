@@ -85,6 +85,19 @@ async def test_a_request_that_has_lost_too_many_nodes_ends_when_it_has_waited_to
         assert_idle(nodes)
 
 
+async def test_a_router_that_stops_does_not_give_up_a_request_that_waits_to_know() -> None:
+    """It is not known to have ended nodes, and its client may ask another router at once."""
+    async with cluster(num_decode_nodes=3, max_attempts=1, node_wait=60.0, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            await lose_decode_nodes(nodes, 2)
+            closing = asyncio.create_task(nodes.relay.close(timeout=60.0))
+            with pytest.raises(UnavailableError, match="the router is stopping"):
+                await first
+        await closing
+        assert_idle(nodes)
+
+
 async def test_outputs_that_run_apart_lose_nodes_each_on_its_own() -> None:
     async with cluster(num_prefill_nodes=0, num_decode_nodes=4, max_attempts=2) as nodes:
         async with aclosing(nodes.relay.run(a_request(n=2))) as events:
