@@ -27,7 +27,7 @@ class NodeState(Enum):
 @dataclass(slots=True)
 class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; attempts count what they have
-    under way, and report to `outlier` how it went.
+    under way, and report to `failed` or `outlier` how it went.
 
     `misfit`: why the node, as it was last described, can be none of this router's; None if it can. `complaint`: why the
     node is not live; empty while it is. `logged`: the complaints that the log has since the state changed. `heard_at`:
@@ -72,3 +72,9 @@ class NodeHandle:
     def is_watched(self) -> bool:
         """Tells whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)
+
+    def failed(self, error: KVRelayError) -> None:
+        """Counts a request that ended here with `error` against the node, unless the node is not live: one that is lost
+        or has drained for as long as it may ends all that it has, and its state says so."""
+        if self.state is NodeState.LIVE:
+            self.outlier.failed(error)

@@ -201,7 +201,7 @@ class Attempt:
             case PromptLogprobs():
                 return (event,)
             case DecodeFailed(error):
-                self._decode.node.outlier.failed(error)
+                self._decode.node.failed(error)
                 if isinstance(error, UnavailableError):
                     loss = Loss.DECODING if self._has_first_tokens or self._prefill is None else Loss.WAITING
                     raise NodeLostError(self._decode.source, loss, error)
@@ -266,7 +266,7 @@ class Attempt:
         if not self._has_first_tokens:
             raise self._prefill_lost(error or KVRelayError("the prefill node ended without a first token"))
         if error is not None:
-            self._prefill.node.outlier.failed(error)
+            self._prefill.node.failed(error)
             _logger.warning("request %s: the prefill node failed after its first token: %s", self._wire_id, error)
         self._pull(ended=True)
 
@@ -304,7 +304,7 @@ class Attempt:
     def _prefill_lost(self, error: KVRelayError) -> KVRelayError:
         """Returns the error to raise because P has failed: `error` itself if no other node would do better."""
         assert self._prefill is not None
-        self._prefill.node.outlier.failed(error)
+        self._prefill.node.failed(error)
         if isinstance(error, InvalidRequestError | DeadlineError):
             return error
         return NodeLostError(self._prefill.source, Loss.PREFILLING, error)

@@ -75,7 +75,7 @@ class Refill:
                     self.close()
             case PrefillEnded(error):
                 if error is not None:
-                    self._placement.node.outlier.failed(error)
+                    self._placement.node.failed(error)
                     _logger.warning("request %s: the prefill node failed: %s", self._wire_id, error)
                 self.over = True
                 self._uncharge()

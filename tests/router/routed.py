@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ async def opened(
     return first, call, admit.request_id
 
 
-async def give_up(task: "asyncio.Task[RequestEvent]") -> None:
+async def give_up(task: "asyncio.Task[Any]") -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -211,6 +211,26 @@ async def test_a_request_that_fits_only_an_ejected_node_goes_there() -> None:
             assert await first == token(7)
 
 
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_node_that_ends_with_all_its_requests_is_not_ejected(drains: bool) -> None:
+    """It has drained for as long as it may, or has fallen silent."""
+    async with cluster(num_prefill_nodes=0, silence=1.0) as nodes:
+        [node] = nodes.registry.decode
+        serving = [asyncio.create_task(collected(nodes, replace(REQUEST, request_id=f"e{i}"))) for i in range(6)]
+        for _ in serving:
+            await nodes.decode.admit()
+        if drains:
+            nodes.decode.update(1, draining=True)
+            await until(lambda: node.state is NodeState.DRAINING)
+            nodes.decode.end_stream()
+        else:
+            fall_silent(nodes.decode)
+        await until(lambda: node.num_sequences == 0)
+        assert node.outlier.num_ejections == 0
+        for task in serving:
+            await give_up(task)
+
+
 async def test_a_restart_ends_an_ejection() -> None:
     async with cluster(num_prefill_nodes=0, silence=30.0) as nodes:
         [node] = nodes.registry.decode
