@@ -5,6 +5,7 @@ The states of a node and what changes them:
 
     connecting ─► live ◄─► draining      described, fits, and sends; `draining` as long as the node says so
     connecting ─► refused ─► live        does not fit the others; asked again until it does
+    refused ─► lost                      cannot be reached any more
     live, draining ─► lost ─► live       its stream broke, or nothing came for `silence` seconds; asked again
     live ◄─► ejected                     its requests failed (`outlier.py`); never the last live node of its role
 
@@ -159,6 +160,8 @@ class Registry:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
                 backoff.reset()
+            elif node.state is NodeState.REFUSED and not isinstance(error, NodeRefusedError):
+                self._set_state(node, NodeState.LOST)  # what did not fit is not there any more
             node.complaint = str(error)
             self._check_settled()
             if node.complaint not in node.logged:  # a name with two addresses fails with two messages in turn

@@ -331,6 +331,22 @@ async def test_a_node_of_the_wrong_kind_is_refused_and_let_in_when_it_was_replac
             await until(lambda: registry.prefill[0].state is NodeState.LIVE)
 
 
+async def test_a_refused_node_that_has_ended_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Why it was refused would otherwise be the alert for as long as it is away, and no reason would be given."""
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    prefill.role = decode.role
+    with caplog.at_level(logging.WARNING):
+        async with registered(prefill, decode) as registry:
+            [handle] = registry.prefill
+            await until(lambda: handle.state is NodeState.REFUSED)
+            await prefill.stop()
+            await until(lambda: handle.state is NodeState.LOST and handle.complaint != "")
+            assert f"({prefill.address}) is refused: role is decode" in caplog.text
+            assert f"({prefill.address}) is refused: failed" not in caplog.text
+            await prefill.start()
+            await until(lambda: handle.state is NodeState.REFUSED)
+
+
 async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
     decode, late = ScriptedDecode(), ScriptedDecode("decode-1")
     async with registered(decode, late=late) as registry:
