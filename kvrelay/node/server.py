@@ -7,6 +7,7 @@ complete, while draining, or after a crash.
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Protocol
 
 import grpc
@@ -70,16 +71,14 @@ class NodeServer:
     async def drain(self, timeout: float) -> None:
         """Refuses new requests and waits at most `timeout` seconds for those under way."""
         await self._report(live=True, ready=False)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._node.drain()
-        except TimeoutError:
-            _logger.warning(
-                "%d requests or leases are cut off after %g s of draining", len(self._node.activity), timeout
-            )
 
     async def close(self) -> None:
         await end_tasks(self._crash_report)
+        if num_left := len(self._node.activity):
+            _logger.warning("%d requests or leases are cut off", num_left)
         await self._report(live=False, ready=False)
         self._node.event_log.close()
         await self._service.close()

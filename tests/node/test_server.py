@@ -1,6 +1,7 @@
-"""The health of a node's server: live and ready are separate."""
+"""The health of a node's server, where live and ready are separate, and what its log says of an end in haste."""
 
 import grpc
+import pytest
 
 from decode_node.service import DecodeService
 from kvrelay.core.rpc import WHOLE_SERVER
@@ -23,3 +24,17 @@ async def test_a_draining_node_is_live_but_not_ready() -> None:
             assert await health_of(channel, service.name) == "NOT_SERVING"
     finally:
         await server.close()
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_the_log_counts_what_is_cut_off(drains: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """However that comes: by the end of the time to drain, by a second signal, or by a crash."""
+    node = make_node()
+    server = NodeServer(node, DecodeService(node))
+    await server.start("127.0.0.1", 0)
+    for name in ("a request", "a lease"):
+        node.activity.begin(name)
+    if drains:
+        await server.drain(0.0)
+    await server.close()
+    assert [record.getMessage() for record in caplog.records] == ["2 requests or leases are cut off"]
