@@ -39,7 +39,7 @@ from kv_connector.ucx.protocol import (
     encode_opening,
     encode_proof,
 )
-from kv_connector.ucx.transport import Link, Transport, uninterrupted
+from kv_connector.ucx.transport import Link, LinkLostError, Transport, uninterrupted
 from kv_connector.verdict import Verdict
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -139,7 +139,11 @@ class Peer:
         link.greet(encode_opening(nonce))
         session = Session(self._key, nonce, decode_opening(await link.greeting(OPENING_BYTES)))
         link.greet(encode_proof(self._geometry, session.reader_proof(self._geometry)))
-        geometry, epoch, mac = decode_welcome(await link.greeting(WELCOME_BYTES))
+        try:
+            welcome = await link.greeting(WELCOME_BYTES)
+        except LinkLostError as error:  # what UCX says of it is about lengths
+            raise LinkLostError("it left after our proof: has it the same cluster secret?") from error
+        geometry, epoch, mac = decode_welcome(welcome)
         session.check(session.holder_proof(geometry, epoch), mac)
         return Lane(link, session.derive_tag(), geometry, epoch)
 
