@@ -222,7 +222,9 @@ class PrefillClient:
             except grpc.aio.AioRpcError as failure:
                 error = error_from_rpc(failure)
                 _logger.debug("lease %s at %s, release attempt %d: %s", lease_id, self._address, attempt, error)
-        _logger.warning("lease %s at %s could not be released; it will expire", lease_id, self._address)
+        _logger.warning(
+            "lease %s at %s could not be released; it expires there, unless the node has ended", lease_id, self._address
+        )
 
     async def _renew_forever(self) -> None:
         interval = self._lease_ttl_ms / 1000 / _RENEWALS_PER_TTL

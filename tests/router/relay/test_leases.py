@@ -1,11 +1,13 @@
-"""Leases that are renewed: what a failed renewal changes, and what an answer that a lease is gone."""
+"""Leases: what a failed renewal changes, what an answer that a lease is gone, and what the log says of a lost node."""
 
 import asyncio
 from contextlib import aclosing
 
+import pytest
+
 from kvrelay.core.errors import UnavailableError
 from tests.router.routed import a_request, give_up, take
-from tests.router.scripted_nodes import cluster, soon
+from tests.router.scripted_nodes import cluster, soon, until
 
 
 async def test_a_lease_is_renewed_before_it_would_end() -> None:
@@ -40,3 +42,14 @@ async def test_a_lease_that_its_node_has_forgotten_is_renewed_no_more() -> None:
         assert await soon(nodes.prefill.renewed) == ("kept",)
         for task in waiting:
             await give_up(task)
+
+
+async def test_of_a_lease_whose_node_is_gone_the_log_does_not_say_that_it_will_expire(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first = asyncio.create_task(take(events))
+        (await soon(nodes.prefill.calls)).accept("lease")
+        await nodes.prefill.stop()
+        await until(lambda: "could not be released; it expires there, unless the node has ended" in caplog.text)
+        await give_up(first)
