@@ -31,7 +31,7 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from router.nodes.node import NodeHandle
+from router.nodes.node import NodeHandle, NodeState
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
 from router.relay.prefill_client import (
     PrefillAccepted,
@@ -43,7 +43,7 @@ from router.relay.prefill_client import (
 )
 from router.relay.recovery_metrics import MigrationCause, Rung
 from router.relay.refill import Refill
-from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
+from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
 from router.relay.tally import Tally
 from router.request import NodeRequest
 
@@ -67,12 +67,14 @@ class Loss(Enum):
 
 
 class NodeLostError(UnavailableError):
-    """An attempt failed because of one node; another attempt without this node may succeed."""
+    """An attempt failed because of one node; another attempt without this node may succeed. `by_drain`: the node was
+    draining, so it is not the request that has ended it."""
 
-    def __init__(self, source: KVSource, loss: Loss, error: KVRelayError) -> None:
+    def __init__(self, node: DecodePlacement | PrefillPlacement, loss: Loss, error: KVRelayError) -> None:
         super().__init__(str(error))
-        self.source = source
+        self.source = node.source
         self.loss = loss
+        self.by_drain = node.node.state is NodeState.DRAINING
 
 
 class PlaceRefill(Protocol):
@@ -204,7 +206,7 @@ class Attempt:
                 self._decode.node.failed(error)
                 if isinstance(error, UnavailableError):
                     loss = Loss.DECODING if self._has_first_tokens or self._prefill is None else Loss.WAITING
-                    raise NodeLostError(self._decode.source, loss, error)
+                    raise NodeLostError(self._decode, loss, error)
                 raise error
         return ()
 
@@ -307,7 +309,7 @@ class Attempt:
         self._prefill.node.failed(error)
         if isinstance(error, InvalidRequestError | DeadlineError):
             return error
-        return NodeLostError(self._prefill.source, Loss.PREFILLING, error)
+        return NodeLostError(self._prefill, Loss.PREFILLING, error)
 
     def _pull(self, *, ended: bool) -> None:
         assert self._prefill is not None and self._session is not None

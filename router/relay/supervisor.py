@@ -236,7 +236,8 @@ class RequestSupervisor:
         _logger.warning("request %s: lost %s: %s", self._wire_id, lost.source.node_id, lost)
         attempt.close()
         self._lost.add(lost.source)
-        share.losses.add((lost.loss, lost.source))
+        if not lost.by_drain:
+            share.losses.add((lost.loss, lost.source))
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
             again = _Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())

@@ -33,6 +33,13 @@ async def ended(nodes: Cluster, node: ScriptedDecode) -> None:
     await until(lambda: nodes.registry.decode[nodes.decodes.index(node)].state is NodeState.LOST)
 
 
+async def drained(nodes: Cluster, node: ScriptedDecode) -> None:
+    """Lets a node drain for as long as it may, and then end its stream."""
+    node.update(1, draining=True)
+    await until(lambda: nodes.registry.decode[nodes.decodes.index(node)].state is NodeState.DRAINING)
+    node.end_stream()
+
+
 async def lose_decode_nodes(nodes: Cluster, count: int) -> list[ScriptedDecode]:
     """Ends so many decode nodes, one after the other, once each has been given the request."""
     lost = []
@@ -96,6 +103,21 @@ async def test_a_router_that_stops_does_not_give_up_a_request_that_waits_to_know
                 await first
         await closing
         assert_idle(nodes)
+
+
+async def test_nodes_that_drain_are_not_ended_by_the_request() -> None:
+    async with (
+        cluster(num_decode_nodes=3, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        first = asyncio.create_task(take(events))
+        for _ in range(2):
+            node = await next_decode(nodes)
+            await node.admit()
+            await drained(nodes, node)
+        node = await next_decode(nodes)
+        say(node, (await node.admit()).request_id, token(7))
+        assert await first == token(7)
 
 
 async def test_outputs_that_run_apart_lose_nodes_each_on_its_own() -> None:
