@@ -99,4 +99,4 @@ def test_what_frameworks_send_and_changes_no_answer_is_ignored() -> None:
         "tools": None,
         "store": False,
     }
-    assert ChatBody.parse(json.dumps({"messages": [message], **fields}).encode()).rendered_messages() == [MESSAGE]
+    assert ChatBody.parse(json.dumps({"messages": [message], **fields}).encode()).chat_prompt().messages == [MESSAGE]
