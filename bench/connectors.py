@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import hashlib
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -61,8 +62,9 @@ class Place:
     directly: bool = False
 
     def pool(self, backend: str, node_id: str, settings: ConnectorSettings = _SETTINGS) -> NodePool:
+        """Returns the pool of a node whose name is that of no other process's, which may measure at the same time."""
         staging_bytes = 2 * self.count * self.layout.block_bytes
-        plan = PoolPlan(self.layout, self.count, staging_bytes, node_id, _EPOCH)
+        plan = PoolPlan(self.layout, self.count, staging_bytes, f"{node_id}-{os.getpid()}", _EPOCH)
         if self.directly:
             direct = direct_name(backend)
             assert direct is not None

@@ -38,10 +38,14 @@ sys.exit(process.main("decode", HangingService, sys.argv[1:]))
 
 
 @pytest.mark.parametrize(("how", "hangs_in_device"), [("waits", False), ("computes", False), ("waits", True)])
-def test_a_node_that_hangs_ends_with_an_error(how: str, hangs_in_device: bool, model: Path, directory: Path) -> None:
+def test_a_node_that_hangs_ends_with_an_error(
+    how: str, hangs_in_device: bool, model: Path, directory: Path, tmp_path: Path
+) -> None:
     """Also if its engine computes, in memory that goes and in a thread that Python cannot end in order, and if closing
     it never ends: its segment is left then, until another node starts."""
-    arguments = (str(model), "--num-blocks", "64", "--step-timeout", "5", "--node-id", "hanging")
+    pools = tmp_path / "pools"
+    pools.mkdir()
+    arguments = (str(model), "--num-blocks", "64", "--step-timeout", "5", "--shared-memory-dir", str(pools))
     ended = subprocess.run(
         [
             sys.executable,
@@ -61,7 +65,5 @@ def test_a_node_that_hangs_ends_with_an_error(how: str, hangs_in_device: bool, m
     assert '"event": "ready"' in ended.stdout
     assert "the engine has made no step for 5 seconds" in ended.stderr
     assert ("ended without closing" in ended.stderr) is hangs_in_device
-    shm = Path("/dev/shm")
-    assert len(list(shm.glob("kvrelay-hanging-*"))) == hangs_in_device
-    sweep(shm)
+    assert sweep(pools) == hangs_in_device
     assert "Traceback" not in ended.stderr

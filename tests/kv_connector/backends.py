@@ -2,6 +2,7 @@
 promises."""
 
 import hashlib
+import secrets
 from dataclasses import replace
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class Node:
     """A connector with its pool."""
 
     def __init__(self, connector: HostConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
-        self.pool: PoolBuffer = connector.allocate(layout, num_blocks, node_id=node_id, epoch=epoch)
+        self.pool: PoolBuffer = connector.allocate(layout, num_blocks, node_id=own_name(node_id), epoch=epoch)
         self.connector: KVConnector = connector
         self.source = KVSource(node_id, epoch, connector.endpoint)
 
@@ -72,7 +73,7 @@ class DeviceNode(Node):
         staging_bytes: int = 1 << 30,
     ) -> None:
         slots = staging_blocks(layout, num_blocks, staging_bytes)
-        self.staging = connector.allocate(layout, slots, node_id=node_id, epoch=epoch)
+        self.staging = connector.allocate(layout, slots, node_id=own_name(node_id), epoch=epoch)
         self.device = SlowDevice(num_blocks, layout.block_bytes)
         self.device.attach(self.staging)
         self.staged = StagedConnector(connector, self.staging, self.device)
@@ -92,7 +93,7 @@ class DirectNode(Node):
     def __init__(self, connector: DeviceConnector, node_id: str, num_blocks: int, layout: KVLayout, epoch: int) -> None:
         self.device = DirectDevice(num_blocks, layout.block_bytes)
         self.device_pool = DevicePool(self.device, layout)
-        connector.serve(self.device_pool, node_id=node_id, epoch=epoch)
+        connector.serve(self.device_pool, node_id=own_name(node_id), epoch=epoch)
         self.connector = connector
         self.pool = PoolBuffer(self.device.memory, layout, num_blocks)
         self.source = KVSource(node_id, epoch, connector.endpoint)
@@ -200,15 +201,14 @@ class DirectHarness:
     has_source = True
     has_store = False
 
-    def __init__(self, names: str) -> None:
+    def __init__(self, names: str, directory: str | None = None) -> None:
         self.names = names.split(",")
+        self.settings = SharedMemorySettings(directory)
 
     def connector(self) -> DeviceConnector:
         made: list[DeviceConnector] = []
         for name in self.names:
-            made.append(
-                UcxConnector(UcxSettings(CLUSTER_SECRET)) if name == "ucx" else CudaIpcConnector(SharedMemorySettings())
-            )
+            made.append(UcxConnector(UcxSettings(CLUSTER_SECRET)) if name == "ucx" else CudaIpcConnector(self.settings))
         return made[0] if len(made) == 1 else TieredConnector(made)
 
     def damage(self, owner: Node, block: NamedBlock) -> None:
@@ -234,6 +234,12 @@ class DeviceHarness:
             self.inner.damage(owner, block)
         if self.has_source:
             owner.staged_row(block.block_id)[-1] ^= 1
+
+
+def own_name(node_id: str) -> str:
+    """Returns a name that no other node has on this machine: other tests may run beside these, and one that has failed
+    may have left a node."""
+    return f"{node_id}-{secrets.token_hex(4)}"
 
 
 def content(name: BlockHash, size: int) -> bytes:

@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import EPOCH
+
+StartOwner = Callable[..., "OwnerProcess"]
 
 _ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ import sys
 from tests.kv_connector.backends import EPOCH, LAYOUT, DirectHarness, DirectNode, blocks, write_and_publish
 
 
-async def main(names: str) -> None:
-    node = DirectNode(DirectHarness(names).connector(), "child/0", 16, LAYOUT, EPOCH)
+async def main(names: str, directory: str) -> None:
+    node = DirectNode(DirectHarness(names, directory).connector(), "child/0", 16, LAYOUT, EPOCH)
     await write_and_publish(node, blocks(16))
     sys.stdout.write(node.connector.endpoint + "\n")
     sys.stdout.flush()
@@ -16,4 +16,4 @@ async def main(names: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

@@ -32,14 +32,18 @@ from tests.kv_connector.backends import (
     write_and_publish,
 )
 from tests.kv_connector.device.direct_device import DirectDevice
-from tests.kv_connector.owner_process import OwnerProcess
+from tests.kv_connector.owner_process import StartOwner
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 BOTH_WAYS = pytest.mark.parametrize("names", ["cuda_ipc", "ucx"])
 
 
-def direct(names: str, node_id: str = "node") -> DirectNode:
-    return DirectNode(DirectHarness(names).connector(), node_id, 16, LAYOUT, EPOCH)
+def direct(names: str, node_id: str = "node", directory: str | None = None) -> DirectNode:
+    return DirectNode(DirectHarness(names, directory).connector(), node_id, 16, LAYOUT, EPOCH)
+
+
+def is_empty(directory: Path) -> bool:
+    return not list(directory.iterdir())
 
 
 class Pair:
@@ -129,8 +133,11 @@ async def test_a_pool_that_can_not_be_mapped_is_fetched_from_over_ucx_or_not_at_
 
 @BOTH_WAYS
 @pytest.mark.parametrize("killed", [True, False])
-async def test_another_process_serves_until_it_is_gone(names: str, killed: bool) -> None:
-    child, peer = OwnerProcess("device.owner", names), direct(names)
+async def test_another_process_serves_until_it_is_gone(
+    names: str, killed: bool, tmp_path: Path, start_owner: StartOwner
+) -> None:
+    directory = str(tmp_path)
+    child, peer = start_owner("device.owner", names, directory), direct(names, "peer", directory)
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
     assert set(result) == {FETCHED}
     for block in blocks(16):
@@ -142,13 +149,14 @@ async def test_another_process_serves_until_it_is_gone(names: str, killed: bool)
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
     assert set(result) == {FAILED}
     assert all(mapped.closed for mapped in peer.device.opened), "its memory is let go of"
-    again = direct(names, "again")  # sweeps what the dead has left
+    again = direct(names, "again", directory)  # sweeps what the dead has left
     for node in (peer, again):
         await node.close()
+    assert is_empty(tmp_path)
 
 
-async def test_a_holder_that_stops_leaves_the_device_quiet() -> None:
-    child, peer = OwnerProcess("device.owner", "ucx"), direct("ucx")
+async def test_a_holder_that_stops_leaves_the_device_quiet(tmp_path: Path, start_owner: StartOwner) -> None:
+    child, peer = start_owner("device.owner", "ucx", str(tmp_path)), direct("ucx")
     assert set(await peer.connector.fetch(child.source, blocks(1), timeout=10)) == {FETCHED}
     assert peer.device.num_quiesced == 0
     child.signal(signal.SIGSTOP)

@@ -24,7 +24,7 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
-from tests.kv_connector.owner_process import OwnerProcess
+from tests.kv_connector.owner_process import StartOwner
 from tests.manual_clock import ManualClock
 
 
@@ -99,8 +99,8 @@ async def test_a_block_arrives_if_one_slot_of_several_is_good(tmp_path: Path, da
 
 
 @pytest.mark.parametrize("killed", [True, False])
-async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: bool) -> None:
-    owner = OwnerProcess("segments.owner", str(tmp_path))
+async def test_another_process_serves_until_it_is_gone(tmp_path: Path, killed: bool, start_owner: StartOwner) -> None:
+    owner = start_owner("segments.owner", str(tmp_path))
     source = owner.source
     peer = node(tmp_path)
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
@@ -128,11 +128,13 @@ def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("frequent_checks")
-async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_path: Path) -> None:
+async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(
+    tmp_path: Path, start_owner: StartOwner
+) -> None:
     """Its successor may need the space before it can start, and an idle reader fetches nothing."""
     peer = node(tmp_path)
     for num_fetches in (2, 1):
-        owner = OwnerProcess("segments.owner", str(tmp_path))
+        owner = start_owner("segments.owner", str(tmp_path))
         source = owner.source
         for _ in range(num_fetches):
             await peer.connector.fetch(source, blocks(16), timeout=10)
@@ -141,7 +143,7 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
         async with asyncio.timeout(10):
             while source.endpoint in mappings():
                 await asyncio.sleep(0.01)
-    owner = OwnerProcess("segments.owner", str(tmp_path))
+    owner = start_owner("segments.owner", str(tmp_path))
     source = owner.source
     result = await peer.connector.fetch(source, blocks(16), timeout=10)
     assert set(result) == {FetchOutcome.FETCHED}
@@ -151,9 +153,11 @@ async def test_memory_of_a_dead_owner_is_given_back_without_another_fetch(tmp_pa
 
 
 @pytest.mark.usefixtures("frequent_checks")
-async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cancelled(tmp_path: Path) -> None:
+async def test_memory_of_a_dead_owner_is_given_back_after_a_fetch_that_was_cancelled(
+    tmp_path: Path, start_owner: StartOwner
+) -> None:
     copying, go_on = threading.Event(), threading.Event()
-    owner = OwnerProcess("segments.owner", str(tmp_path))
+    owner = start_owner("segments.owner", str(tmp_path))
     source = owner.source
     peer = node(tmp_path, copy=held_copy(copying, go_on))
     fetch = asyncio.create_task(peer.connector.fetch(source, blocks(16), timeout=10))
@@ -266,7 +270,7 @@ async def test_the_segment_is_private_and_has_its_space(tmp_path: Path) -> None:
 
 
 async def test_too_large_a_pool_names_the_remedies(tmp_path: Path) -> None:
-    connector = SharedMemoryConnector(SharedMemorySettings())
+    connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)))
     huge = KVLayout(num_kv_heads=64, num_layers=64, block_size=64, head_dim=256, dtype="float32")
     with pytest.raises(ConfigurationError, match=r"needs \d+ bytes .* has \d+ free.*fewer blocks.*--shm-size"):
         connector.allocate(huge, 1 << 20, node_id="huge", epoch=1)
@@ -346,11 +350,11 @@ async def test_a_cancelled_caller_waits_for_the_thread() -> None:
 
     def copy() -> None:
         started.set()
-        release.wait()
+        release.wait(10)
         finished.set()
 
     task = asyncio.create_task(worker.run(copy))
-    await asyncio.to_thread(started.wait)
+    await asyncio.to_thread(started.wait, 10)
     queued = asyncio.create_task(worker.run(finished.clear))
     await asyncio.sleep(0)
     queued.cancel()
