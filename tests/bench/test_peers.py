@@ -1,5 +1,6 @@
 """bench/peers without a peer: prompts that count the same in both forms, ratios, our worker, and what is refused."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench import random_model
+from bench.peers import processes
 from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, model_of, render, server_of
 from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
@@ -211,20 +213,28 @@ def test_a_server_is_killed_when_ctrl_c_comes_again_while_it_ends(tmp_path: Path
     assert child.process.returncode == -signal.SIGKILL
 
 
-def test_a_turn_begins_when_servers_rest(tmp_path: Path) -> None:
+def test_a_turn_begins_when_servers_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
-    script = "import time\nwhile time.process_time() < 2: pass\nprint('rests', flush=True); time.sleep(60)"
+    script = "import time\nwhile time.process_time() < 0.5: pass\nprint('rests', flush=True); time.sleep(60)"
     with started([sys.executable, "-c", script], log):
+        while log.read_text() != "rests\n":
+            time.sleep(0.01)
+        assert processes._processor_seconds() > 0.4
         await_rest(60.0)
-        assert log.read_text() == "rests\n"
-    with started([sys.executable, "-c", "while True: pass"], log), pytest.raises(PeerError, match="--together"):
+    used = iter([0.0, 1.0, 2.0, 2.0])  # as of a server that rests after a while
+    monkeypatch.setattr(processes, "_REST_SECONDS", 0.001)
+    monkeypatch.setattr(processes, "_processor_seconds", lambda: next(used))
+    await_rest(60.0)
+    assert list(used) == []
+    monkeypatch.setattr(processes, "_processor_seconds", itertools.count().__next__)
+    with pytest.raises(PeerError, match="--together"):
         await_rest(0.0)
 
 
 def _runs(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -32,6 +32,7 @@ from tests.kv_connector.backends import (
     moved,
     write_and_publish,
 )
+from tests.manual_clock import ManualClock
 from tests.redis_server import RedisServer
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -39,12 +40,14 @@ PATIENCE = 10.0
 
 
 class Tier(InProcessConnector):
-    """A tier that can be told to hang or to fail."""
+    """A tier that can be told to hang, to fail, or to take all of its time, which passes on `clock`."""
 
-    def __init__(self, hub: InProcessHub, name: str = "in_process") -> None:
+    def __init__(self, hub: InProcessHub, name: str = "in_process", clock: ManualClock | None = None) -> None:
         super().__init__(hub)
         self.name = name
+        self.clock = clock or ManualClock()
         self.hangs = False
+        self.is_slow = False
         self.fails = False
         self.fetches: list[tuple[int, float]] = []  # blocks and seconds
         self.retracted: list[int] = []
@@ -63,7 +66,9 @@ class Tier(InProcessConnector):
         if self.fails:
             raise KVError("told to fail")
         if self.hangs:
-            await asyncio.sleep(timeout)
+            await asyncio.Event().wait()
+        if self.is_slow:
+            self.clock.seconds += timeout
             return (FAILED,) * len(blocks)
         return await super().fetch(source, blocks, timeout=timeout)
 
@@ -72,16 +77,17 @@ class Pair:
     """Two nodes of two tiers each, without Redis."""
 
     def __init__(self) -> None:
+        self.clock = ManualClock()
         self.hubs = (InProcessHub(), InProcessHub())
         self.owner, self.owner_tiers = self._make("owner")
         self.peer, self.peer_tiers = self._make("peer")
 
     def _make(self, node_id: str) -> tuple[Node, list[Tier]]:
-        tiers = [Tier(hub, name) for hub, name in zip(self.hubs, ("first", "second"), strict=True)]
-        return Node(TieredConnector(tiers), node_id, 64, LAYOUT, EPOCH), tiers
+        tiers = [Tier(hub, name, self.clock) for hub, name in zip(self.hubs, ("first", "second"), strict=True)]
+        return Node(TieredConnector(tiers, clock=self.clock), node_id, 64, LAYOUT, EPOCH), tiers
 
-    async def fetch(self, wanted: Sequence[NamedBlock], timeout: float = PATIENCE) -> tuple[FetchOutcome, ...]:
-        result = await self.peer.connector.fetch(self.owner.source, wanted, timeout=timeout)
+    async def fetch(self, wanted: Sequence[NamedBlock]) -> tuple[FetchOutcome, ...]:
+        result = await self.peer.connector.fetch(self.owner.source, wanted, timeout=PATIENCE)
         for block, outcome in zip(wanted, result, strict=True):
             if outcome is FETCHED:
                 assert self.peer.row(block.block_id) == content(block.block_hash, LAYOUT.block_bytes)
@@ -114,17 +120,16 @@ async def test_only_the_blocks_that_the_first_tier_lacks_are_requested_from_the_
     assert [count for count, _ in pair.peer_tiers[1].fetches] == [2]
 
 
-async def test_a_tier_that_fails_or_hangs_leaves_time_for_the_next(pair: Pair) -> None:
+async def test_a_tier_that_fails_or_is_slow_leaves_time_for_the_next(pair: Pair) -> None:
     sent = blocks(3)
     await write_and_publish(pair.owner, sent)
     pair.peer_tiers[0].fails = True
     assert set(await pair.fetch(sent)) == {FETCHED}
-    pair.peer_tiers[0].fails, pair.peer_tiers[0].hangs = False, True
-    assert set(await pair.fetch(sent, timeout=0.2)) == {FETCHED}
-    [first, second] = pair.peer_tiers[0].fetches[-1][1], pair.peer_tiers[1].fetches[-1][1]
-    assert 0.09 < first <= 0.1 and 0 < second <= 0.11
-    pair.peer_tiers[1].hangs = True
-    assert set(await pair.fetch(sent, timeout=0.05)) == {FAILED}
+    pair.peer_tiers[0].fails, pair.peer_tiers[0].is_slow = False, True
+    assert set(await pair.fetch(sent)) == {FETCHED}
+    assert [tier.fetches[-1][1] for tier in pair.peer_tiers] == [PATIENCE / 2] * 2
+    pair.peer_tiers[1].is_slow = True
+    assert set(await pair.fetch(sent)) == {FAILED}
 
 
 async def test_a_block_that_is_damaged_in_the_first_tier_comes_from_the_second(pair: Pair) -> None:

@@ -57,6 +57,13 @@ async def give_up(task: "asyncio.Task[Any]") -> None:
         await task
 
 
+def expire(nodes: Cluster, request_id: str = "r") -> None:
+    """Has the time of a request be over now. However long it takes to come this far, it was not over before."""
+    deadline = nodes.relay._running[request_id]._deadline
+    assert deadline is not None and 0 < deadline.when() - asyncio.get_running_loop().time() <= 60.0
+    deadline._run()
+
+
 def assert_idle(nodes: Cluster) -> None:
     for node in nodes.registry.nodes:
         assert (node.num_queued_tokens, node.num_sequences) == (0, 0)

@@ -33,10 +33,10 @@ async def test_values_expire_and_publishing_again_renews(redis_server: RedisServ
     (block,) = blocks(1)
     await write_and_publish(owner, [block])
     with redis.Redis.from_url(redis_server.url) as client:
-        assert client.ttl(harness.key(block)) in (59, 60)
-        client.expire(harness.key(block), 5)
+        assert 30 < int(client.ttl(harness.key(block))) <= 60
+        client.expire(harness.key(block), 30)
         await owner.connector.publish([block])
-        assert client.ttl(harness.key(block)) in (59, 60)
+        assert 30 < int(client.ttl(harness.key(block))) <= 60
     assert owner.first_stats.blocks_published == 1  # the second time only the TTL
     await owner.connector.close()
 

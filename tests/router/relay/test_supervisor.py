@@ -23,7 +23,7 @@ from kvrelay.v1 import decode_node_pb2
 from router.relay.attempt import Loss
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from router.relay.supervisor import _Share
-from tests.router.routed import a_request, assert_idle, give_up, opened, take, take_trace
+from tests.router.routed import a_request, assert_idle, expire, give_up, opened, take, take_trace
 from tests.router.scripted_nodes import cluster, soon, token
 
 
@@ -267,8 +267,11 @@ async def test_a_decode_node_of_a_newer_protocol_is_understood_as_far_as_possibl
 
 
 async def test_the_deadline_of_a_request_ends_both_legs() -> None:
-    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.2))) as events:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, call, wire_id = await opened(nodes, events)
+        call.publish(1)
+        await nodes.decode.pull()  # so that the lease is known
+        expire(nodes)
         with pytest.raises(DeadlineError):
             await first
         assert await nodes.decode.aborted() == wire_id
@@ -336,11 +339,12 @@ async def test_requests_share_one_stream_and_are_bounded_in_number() -> None:
 
 async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -> None:
     """Nobody reads the inbox then, in which the deadline is a message."""
-    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.3))) as events:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, call, wire_id = await opened(nodes, events)
         call.finish(token(7))
         assert await first == token(7)
         await nodes.decode.started()
+        expire(nodes)
         assert await nodes.decode.aborted() == wire_id
         assert await soon(nodes.prefill.released) == ("lease",)
         assert_idle(nodes)

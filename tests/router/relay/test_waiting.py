@@ -11,7 +11,7 @@ import pytest
 from kvrelay.core.errors import DeadlineError, UnavailableError
 from kvrelay.core.outputs import FinishReason
 from router.nodes.node import NodeState
-from tests.router.routed import PROMPT, a_request, assert_idle, begun, give_up, opened, say, take, take_trace
+from tests.router.routed import PROMPT, a_request, assert_idle, begun, expire, give_up, opened, say, take, take_trace
 from tests.router.scripted_nodes import (
     NAMESPACE,
     PATIENCE,
@@ -170,9 +170,11 @@ async def test_nodes_that_come_and_go_lengthen_no_wait() -> None:
 
 
 async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
-    async with cluster() as nodes, aclosing(nodes.relay.run(a_request(timeout=0.5))) as events:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, _, _ = await opened(nodes, events)
         await nodes.decode.stop()
+        await none_lives(nodes)
+        expire(nodes)
         with pytest.raises(DeadlineError):
             await first
         assert_idle(nodes)
