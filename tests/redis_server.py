@@ -1,9 +1,10 @@
 """A real redis-server for tests, on a free TCP port of the loopback interface, without persistence."""
 
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.free_port import free_port
 
 _ATTEMPTS = 5  # another process may take the free port first
 
@@ -16,7 +17,7 @@ class RedisServer:
         self._directory = directory
         self._options = options
         for _ in range(_ATTEMPTS):
-            self.port = port or _free_port()
+            self.port = port or free_port()
             self._process = self._spawn()
             if self._ready():
                 return
@@ -56,9 +57,3 @@ class RedisServer:
     def _ready(self) -> bool:
         assert self._process.stdout is not None
         return any("Ready to accept connections" in line for line in self._process.stdout)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,11 +6,9 @@ Invariant: no process is left after the context of `chaos_cluster`, whatever hap
 import asyncio
 import contextlib
 import os
-import random
 import re
 import secrets
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -27,6 +25,7 @@ from tests.chaos.streams import DEADLINE_SECONDS, Client
 from tests.e2e.client import is_idle, load_when
 from tests.e2e.cluster import FREE_PORTS
 from tests.e2e.processes import Program, program
+from tests.free_port import free_port
 from tests.redis_server import RedisServer
 
 CONNECTORS = ("shared_memory", "ucx", "redis")
@@ -34,7 +33,6 @@ EXIT_SECONDS = 60.0
 LIVE_SECONDS = 60.0
 _NICENESS = 10
 NODE_NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-_PORTS = range(20_000, 32_000)  # the kernel does not hand these out, so that nobody takes a dead node's port
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ class ChaosNode(ChaosProcess):
 
     def __init__(self, name: str, setup: Setup, environment: Mapping[str, str]) -> None:
         self.role = name.split("-")[0]
-        self.port = _free_port()
+        self.port = free_port()
         self.proxy = Proxy(self.port)
         command = [self.role, str(setup.model), "--node-id", name, "--port", str(self.port), *setup.node_arguments()]
         super().__init__(name, command, setup.directory, environment)
@@ -247,12 +245,3 @@ def _be_nice(pid: int) -> None:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICENESS)
-
-
-def _free_port() -> int:
-    while True:
-        port = random.SystemRandom().choice(_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -4,7 +4,6 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from kvrelay import __version__
 from kvrelay.cli.main import PROCESS_MODULES, run
+from tests.free_port import free_port
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
@@ -91,22 +91,27 @@ async def test_a_folder_of_that_name_is_not_picked_up(tmp_path: Path) -> None:
     assert "usage: kvrelay router" in output
 
 
-async def test_a_process_runs_with_its_standard_streams_closed(unused_tcp_port_factory: Callable[[], int]) -> None:
+async def test_a_process_runs_with_its_standard_streams_closed() -> None:
     """They are numbers that its connections would get otherwise, and uvloop aborts a process that closes one."""
-    http, grpc, node = (unused_tcp_port_factory() for _ in range(3))
+    http, grpc, node = (free_port() for _ in range(3))
     command = f"kvrelay router {MODEL} --port {http} --grpc-port {grpc} --decode-nodes 127.0.0.1:{node}"
     process = await asyncio.create_subprocess_exec(
         *("bash", "-c", f"exec {sys.executable} -P -m {command} --start-timeout 0 <&- >&- 2>&-")
     )
-    async with asyncio.timeout(30.0), httpx.AsyncClient(trust_env=False) as client:
-        answer = None
-        while answer is None:
-            assert process.returncode is None
-            await asyncio.sleep(0.05)
-            with suppress(httpx.ConnectError):
-                answer = await client.get(f"http://127.0.0.1:{http}/livez")
-        process.terminate()
-        assert (answer.status_code, await process.wait()) == (200, 0)
+    try:
+        async with asyncio.timeout(30.0), httpx.AsyncClient(trust_env=False) as client:
+            answer = None
+            while answer is None:
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+                with suppress(httpx.ConnectError):
+                    answer = await client.get(f"http://127.0.0.1:{http}/livez")
+            process.terminate()
+            assert (answer.status_code, await process.wait()) == (200, 0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 @pytest.mark.parametrize("argv", [("status",), ("complete", "Hello"), ("chat", "Hello")])

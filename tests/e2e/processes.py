@@ -9,7 +9,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -105,14 +104,6 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
         timeout=2 * PATIENCE_SECONDS,
         check=False,
     )
-
-
-def free_port() -> int:
-    """Returns a port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def processes_of(model: Path) -> dict[int, list[str]]:

@@ -12,7 +12,8 @@ import pytest
 
 from tests.e2e.client import Router, grpc_request, router_at
 from tests.e2e.cluster import BLOCK_SIZE, FREE_PORTS, SMALL, Oracle, link_model, some_token_ids
-from tests.e2e.processes import PATIENCE_SECONDS, Program, free_port, processes_of, program, segments_of
+from tests.e2e.processes import PATIENCE_SECONDS, Program, processes_of, program, segments_of
+from tests.free_port import free_port
 
 pytestmark = pytest.mark.timeout(120)
 

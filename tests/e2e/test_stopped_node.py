@@ -11,7 +11,8 @@ import pytest
 
 from tests.e2e.client import router_at
 from tests.e2e.cluster import BLOCK_SIZE, FREE_PORTS, SMALL, Cluster, Oracle, link_model, served, some_token_ids
-from tests.e2e.processes import Program, free_port, program, wait_until
+from tests.e2e.processes import Program, program, wait_until
+from tests.free_port import free_port
 
 pytestmark = pytest.mark.timeout(180)
 
