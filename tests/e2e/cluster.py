@@ -4,7 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,19 +100,24 @@ def link_model(directory: Path) -> Path:
 @contextmanager
 def served(model: Path, *arguments: str, directory: Path) -> Iterator[Cluster]:
     """Runs `kvrelay serve MODEL ARGUMENTS` during the context, with a log beside the model. At the end the cluster must
-    be idle, is ended by Ctrl-C, and must leave nothing."""
+    be idle, is ended by Ctrl-C, and must leave nothing. Nothing is left either if the test has failed."""
     command = ("serve", str(model), *FREE_PORTS, "--json-ready", *arguments)
     log = model.with_suffix(".log")
-    with program(*command, log=log, directory=directory) as running:
-        ready = running.wait_ready()
-        with router_at(ready) as router:
-            cluster = Cluster(router, ready["grpc_address"], running, model)
-            yield cluster
-            if running.process.poll() is not None:
-                return
-            cluster.wait_idle()
-        segments = segments_of(model)
-        assert running.interrupt() == 0, log.read_text()
-        assert processes_of(model) == {}
-        assert [path for path in segments if path.exists()] == []
-    wait_until_gone(model)
+    try:
+        with program(*command, log=log, directory=directory) as running:
+            ready = running.wait_ready()
+            with router_at(ready) as router:
+                cluster = Cluster(router, ready["grpc_address"], running, model)
+                yield cluster
+                if running.process.poll() is not None:
+                    return
+                cluster.wait_idle()
+            segments = segments_of(model)
+            assert running.interrupt() == 0, log.read_text()
+            assert processes_of(model) == {}
+            assert [path for path in segments if path.exists()] == []
+    finally:
+        for process in processes_of(model):  # a test that failed may have stopped it: it would stay for ever
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+        wait_until_gone(model)

@@ -113,7 +113,7 @@ def processes_of(model: Path) -> dict[int, list[str]]:
         if not entry.name.isdigit():
             continue
         try:
-            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
         if str(model) in arguments:

@@ -21,12 +21,20 @@ MAX_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
-def two_of_each(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
+def module_cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
     model = link_model(tmp_path_factory.mktemp("cluster"))
     counts = ("--prefill-nodes", "2", "--decode-nodes", "2", "--local-prefill-max-tokens", "0")
     small_steps = ("--max-num-batched-tokens", "16")  # so that a long prefill can be caught in the middle
     with served(model, *SMALL, *counts, *small_steps, directory=directory) as running:
         yield running
+
+
+@pytest.fixture
+def two_of_each(module_cluster: Cluster) -> Iterator[Cluster]:
+    """Yields the cluster of this module. A test that fails leaves no node stopped."""
+    yield module_cluster
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        module_cluster.continue_node(name)
 
 
 def busy_node(cluster: Cluster, role: str) -> str:
