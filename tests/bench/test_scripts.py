@@ -198,9 +198,13 @@ def test_an_owner_of_blocks_whom_nobody_reads_leaves_no_pool() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "bench.connectors", "--own", "128 KiB", "--megabytes", "4"]
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert "BrokenPipeError" in done.stderr
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, text=True
+    ) as owner:
+        os.close(writer)
+        _, errors = owner.communicate()
+    assert "BrokenPipeError" in errors
+    assert not list(Path("/dev/shm").glob(f"kvrelay-*-{owner.pid}-*"))
 
 
 def test_a_load_that_was_cut_off_has_no_result() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def test_a_process_serves_also_if_nobody_takes_its_ready_line() -> None:
     with Path("/dev/full").open("w") as full_disk:
         ended = subprocess.run([sys.executable, "-c", serve], stdout=full_disk, stderr=subprocess.PIPE, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.fixture(autouse=True)
+def without_nohup() -> Iterator[None]:
+    """Has SIGHUP not ignored, as it is if nohup has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 async def signalled(number: int) -> None:
