@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ def _load(directory: Path) -> None:
 
 
 def _bind(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    with chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # which takes only short paths
+        made.bind(path.name)
 
 
 def _edit(path: Path, field: str, value: str) -> None:
