@@ -216,7 +216,7 @@ def test_a_load_that_was_cut_off_has_no_result() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     with in_a_thread(answering((PIECE, LAST, USAGE, DONE), bodies=bodies)) as url:
-        pressing = threading.Thread(target=press)
+        pressing = threading.Thread(target=press, daemon=True)
         pressing.start()
         load = LatencyBenchSettings(url=url, requests=100_000, input_len="8", output_len="5", vocab_size=4096)
         with pytest.raises(KeyboardInterrupt):
@@ -254,6 +254,8 @@ async def test_the_fake_node_keeps_its_pace_while_requests_arrive() -> None:
             async for update in call:
                 if any(event.request_id == "it" and event.tokens.finish_reason for event in update.events):
                     break
+            else:
+                pytest.fail("the stream has ended")
             arriving.cancel()
             call.cancel()
 

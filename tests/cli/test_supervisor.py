@@ -30,6 +30,7 @@ sys.exit(3)
 IGNORE_SIGTERM = """
 import json, os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.alarm(180)  # in case that nobody kills it
 print(json.dumps({"event": "ready", "address": str(os.getpid())}), flush=True)
 while True:
     signal.pause()
@@ -46,7 +47,7 @@ sys.stdin.buffer.read()
 # A child that ends when another process, which has its pipes, is under way. Its address is that process's id.
 LEAVE_ANOTHER = """
 import json, subprocess, sys
-other = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"])
+other = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.alarm(180); signal.pause()"])
 print(json.dumps({"event": "ready", "address": str(other.pid)}), flush=True)
 sys.exit(3)
 """
