@@ -114,7 +114,7 @@ def foreign_details() -> bytes:
 async def raised_by_generate(error: Exception) -> tuple[grpc.aio.AioRpcError, KVRelayError]:
     async with serving(FailingRouter(error)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router_stub(channel).Generate(router_pb2.GenerateRequest())
+            await router_stub(channel).Generate(router_pb2.GenerateRequest(), wait_for_ready=True)
         return caught.value, error_from_rpc(caught.value)
 
 
