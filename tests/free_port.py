@@ -4,9 +4,8 @@ import random
 import socket
 from contextlib import suppress
 
-_PORTS = range(
-    20_000, 32_000
-)  # the kernel does not hand these out, so that nobody takes one before or between its uses
+# The kernel does not hand these out, so that nobody takes one before or between its uses.
+_PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:

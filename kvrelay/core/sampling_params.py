@@ -111,7 +111,10 @@ class SamplingParams:
             )
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_token_ids([token_id for token_id, _ in self.biases], vocab_size, field="logit_bias")
+        biased_ids = [token_id for token_id, _ in self.biases]
+        check_token_ids(biased_ids, vocab_size, field="logit_bias")
+        if len(set(biased_ids)) < len(biased_ids):
+            raise InvalidRequestError("logit_bias has more than one bias for a token", field="logit_bias")
         for _, bias in self.biases:
             _in_range("logit_bias", bias, -100.0, 100.0)
         check_token_ids(self.stop_token_ids, vocab_size, field="stop_token_ids")

@@ -21,6 +21,7 @@ from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, Role, TextP
 _logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 128
+_MAX_ID_DIGITS = 10
 
 
 @contextmanager
@@ -362,10 +363,9 @@ def _biases(logit_bias: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
 
 
 def _token_key(key: str) -> int:
-    try:
+    if len(key) <= _MAX_ID_DIGITS and key.isascii() and key.isdigit():  # int also takes "5_0" and " 50"
         return int(key)
-    except ValueError:
-        raise InvalidRequestError(f"logit_bias: {key[:100]!r} is not a token id", field="logit_bias") from None
+    raise InvalidRequestError(f"logit_bias: {key[:100]!r} is not a token id", field="logit_bias")
 
 
 def _readable(error: ValidationError) -> InvalidRequestError:

@@ -1,7 +1,7 @@
 """What SamplingParams accepts from a caller in Python: types, ranges, and numbers of entries."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -120,7 +120,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_the_name_of_its_field(field: st
         (
             "logit_bias",
             ({3: 1.0, 0: 2, 99: 0.5},),
-            ({3: 1, 100: 1, 4: 1}, {3: 1, -1: 1, 4: 1}, {3: 1, 4: math.nan, 5: 1}),
+            ({3: 1, 100: 1, 4: 1}, {3: 1, -1: 1, 4: 1}, {3: 1, 4: math.nan, 5: 1}, [(3, 1.0), (4, 1.0), (3, 1.0)]),
         ),
         ("stop_token_ids", ([0, 99],), ([100], [-1], [3, 100, 4], [3, -1, 4])),
         ("stop", ("a", "a" * MAX_STOP_STRING_LENGTH), ("", "a" * (MAX_STOP_STRING_LENGTH + 1))),
@@ -159,19 +159,18 @@ def test_an_integer_beyond_all_floats_is_refused_by_the_name_of_its_field(field:
 @pytest.mark.parametrize(
     ("field", "entry", "most"),
     [
-        ("stop", "a", MAX_STOP_STRINGS),
-        ("stop_token_ids", 5, MAX_TOKEN_ENTRIES),
-        ("logit_bias", (5, 1.0), MAX_TOKEN_ENTRIES),
+        ("stop", str, MAX_STOP_STRINGS),
+        ("stop_token_ids", int, MAX_TOKEN_ENTRIES),
+        ("logit_bias", lambda number: (number, 1.0), MAX_TOKEN_ENTRIES),
     ],
 )
-def test_entries_past_the_limit_are_never_looked_at(field: str, entry: object, most: int) -> None:
+def test_entries_past_the_limit_are_never_looked_at(field: str, entry: Callable[[int], object], most: int) -> None:
     def entries(num_entries: int) -> Iterator[object]:
-        for _ in range(num_entries):
-            yield entry
+        yield from map(entry, range(num_entries))
         raise AssertionError("the limit was passed before")
 
-    given: dict[str, Any] = {field: [entry] * most}
-    SamplingParams(**given).validate(vocab_size=100)
+    given: dict[str, Any] = {field: list(map(entry, range(most)))}
+    SamplingParams(**given).validate(vocab_size=most)
     given[field] = entries(most + 1)
     with pytest.raises(InvalidRequestError, match=f"{field} has more than the {most} entries") as refused:
         SamplingParams(**given)

@@ -29,12 +29,10 @@ NO_EDITS = FixedEdits(np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0
 def fixed_edits(params: SamplingParams) -> FixedEdits:
     if not params.biases and not params.stop_token_ids:
         return NO_EDITS
-    summed: dict[int, float] = {}
-    for token_id, bias in params.biases:
-        summed[token_id] = summed.get(token_id, 0.0) + bias
-    biased_ids = np.fromiter(summed, np.int64, len(summed))
+    bias_of = dict(params.biases)
+    biased_ids = np.fromiter(bias_of, np.int64, len(bias_of))
     order = np.argsort(biased_ids)
-    biases = np.fromiter(summed.values(), np.float32, len(summed))[order]
+    biases = np.fromiter(bias_of.values(), np.float32, len(bias_of))[order]
     stops = frozenset(params.stop_token_ids)
     stop_ids = np.sort(np.fromiter(stops, np.int64, len(stops)))
     return FixedEdits(biased_ids[order], biases, stop_ids, stops)
