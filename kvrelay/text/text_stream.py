@@ -2,7 +2,8 @@
 That is `Tokenizer.decode` of them, with the space in front that some decoders drop at the beginning of a text.
 
 With byte-level BPE that is the bytes of the tokens, read as UTF-8. Other decoders look at several tokens at a time, and
-the library's stream knows when what they say of them is certain.
+the library's stream knows when what they say of them is certain. There is one exception: `decode` voids a whole run of
+byte tokens that holds broken bytes, but ASCII in front of these is text that has been streamed.
 """
 
 import codecs
