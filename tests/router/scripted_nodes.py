@@ -25,6 +25,7 @@ from kvrelay.v1 import (
     prefill_node_pb2_grpc,
 )
 from router.nodes.kv_index import KVIndex
+from router.nodes.node import NodeState
 from router.nodes.registry import Registry
 from router.policy import PrefixAware
 from router.relay.limits import RelayLimits
@@ -381,9 +382,11 @@ async def soon(queue: asyncio.Queue[_Item]) -> _Item:
 
 
 async def settled(registry: Registry) -> None:
-    """Returns when the registry knows of every node what to make of it."""
+    """Returns when the registry knows of every node what to make of it. On a busy machine the first attempt to reach
+    one may fail, whereupon the registry itself waits no longer for it."""
     async with asyncio.timeout(PATIENCE):
         await registry.wait_settled()
+    await until(lambda: all(node.state is not NodeState.CONNECTING for node in registry.nodes))
 
 
 async def until(condition: Callable[[], bool]) -> None:

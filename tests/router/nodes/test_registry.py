@@ -368,7 +368,7 @@ async def test_a_node_that_cannot_be_reached_keeps_no_router_waiting_that_can_se
         await asyncio.wait_for(waiting, PATIENCE)
         assert registry.can_serve()
     async with registered(ScriptedDecode("decode-1"), late=late_prefill) as registry:
-        await settled(registry)
+        await asyncio.wait_for(registry.wait_settled(), PATIENCE)
         assert registry.can_serve() and registry.prefill[0].state is NodeState.CONNECTING
 
 
