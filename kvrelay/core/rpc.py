@@ -46,6 +46,7 @@ KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 FLOW_WINDOW_BYTES = 1024 * 1024
 RECONNECT_SECONDS = 0.5  # longest wait between two attempts to reach a process: requests may wait for it
+CONNECT_SECONDS = 2.0  # longest attempt: it takes two round trips, maybe to a host that is busy
 RETRY_DELAY_SECONDS = 1
 ERROR_DOMAIN = "kvrelay"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -98,7 +99,7 @@ def channel_options() -> Options:
         *_shared_options(),
         *WITHOUT_PROXY,
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", round(CONNECT_SECONDS * 1e3)),  # how long an attempt may take, in truth
         ("grpc.max_reconnect_backoff_ms", round(RECONNECT_SECONDS * 1e3)),
         ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     ]

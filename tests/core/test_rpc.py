@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import grpc
@@ -27,6 +27,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.rpc import (
     DETAILS_KEY,
+    RECONNECT_SECONDS,
     WHOLE_SERVER,
     ErrorInterceptor,
     add_health_and_reflection,
@@ -234,6 +235,27 @@ def test_details_that_are_not_ours_do_not_hide_the_code(details: bytes) -> None:
     found = error_from_rpc(error)
     assert type(found) is UnavailableError
     assert str(found) == "UNAVAILABLE"
+
+
+async def test_a_connection_may_take_longer_than_the_wait_for_the_next() -> None:
+    """Otherwise no process is reached over a slow network, or on a host that is busy."""
+    arrived, given_up = asyncio.Event(), asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        with suppress(ConnectionError):
+            await reader.read()
+        given_up.set()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            channel.get_state(try_to_connect=True)
+            await asyncio.wait_for(arrived.wait(), 10)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(given_up.wait(), 2 * RECONNECT_SECONDS)
+        await asyncio.wait_for(given_up.wait(), 10)
 
 
 async def test_an_unknown_method_is_unimplemented() -> None:
