@@ -49,10 +49,10 @@ class Geometry:
             epoch=epoch,
         )
 
-    def headers_before_digest(self, blocks: Sequence[NamedBlock], epoch: int) -> list[bytes]:
-        """Returns what the headers of these blocks, published by the node of that epoch, have before the digest. To
-        compare it takes a fraction of the time of decoding and `verify`."""
+    def headers_before_digest(self, blocks: Sequence[NamedBlock], epoch: int) -> bytes:
+        """Returns, one after the other, what the headers of these blocks have before the digest if the node of that
+        epoch has published them."""
         layout_digest, size = self.layout_digest, self.block_bytes
-        return [
-            encoded_before_digest(block.block_hash, layout_digest, size, block.num_tokens, epoch) for block in blocks
-        ]
+        return b"".join(
+            [encoded_before_digest(block.block_hash, layout_digest, size, block.num_tokens, epoch) for block in blocks]
+        )

@@ -13,7 +13,6 @@ from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
 from kv_connector.pool import slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
-from kv_connector.segments.slots import SlotSnapshot
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import RunsFunctions
@@ -29,11 +28,11 @@ CopyBlocks = Callable[[PeerT, Sequence[int], Sequence[int]], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class _Holder(Generic[PeerT]):
-    """A peer, and the slots in which the wanted names were found."""
+    """A peer, and the slots in which the wanted names were found, as `PeerSlots.find` returns them."""
 
     peer: PeerT
     epoch: int
-    slots: Mapping[BlockHash, Sequence[int]]
+    slots: Sequence[Mapping[BlockHash, int]]
 
 
 class SegmentReader(Generic[PeerT]):
@@ -114,38 +113,34 @@ class SegmentReader(Generic[PeerT]):
         if segment.closed:  # the owner died and another fetch noticed first
             return [FetchOutcome.FAILED] * len(blocks)
         verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
-        candidates = [holder.slots.get(block.block_hash, ()) for block in blocks]
-        for turn in range(max(map(len, candidates), default=0)):
+        for slots in holder.slots:
             untried = [
                 index
-                for index, slots in enumerate(candidates)
-                if turn < len(slots) and verdicts[index] is not FetchOutcome.FETCHED
+                for index, block in enumerate(blocks)
+                if block.block_hash in slots and verdicts[index] is not FetchOutcome.FETCHED
             ]
             if not untried:
                 break
-            self._try(holder, blocks, {index: candidates[index][turn] for index in untried}, verdicts)
+            self._try(holder, blocks, untried, [slots[blocks[index].block_hash] for index in untried], verdicts)
         return verdicts
 
     def _try(
-        self, holder: _Holder[PeerT], blocks: Sequence[NamedBlock], slots: Mapping[int, int], verdicts: list[Verdict]
+        self,
+        holder: _Holder[PeerT],
+        blocks: Sequence[NamedBlock],
+        indices: Sequence[int],
+        slots: Sequence[int],
+        verdicts: list[Verdict],
     ) -> None:
-        """Copies the blocks from `slots` (by index), where these allow it, and enters what came of it."""
+        """Copies the blocks at `indices` from `slots`, where these allow it, and enters what came of it."""
         peer_slots = holder.peer.segment.slots
-        found = peer_slots.take_snapshots(list(slots.values()), [blocks[index] for index in slots], epoch=holder.epoch)
-        snapshots: dict[int, SlotSnapshot] = {}
-        for index, snapshot in zip(slots, found, strict=True):
-            if isinstance(snapshot, SlotSnapshot):
-                snapshots[index] = snapshot
-            else:
-                _note(verdicts, index, snapshot)
-        if not snapshots:
-            return  # a copy of nothing would wait for a device all the same
-        block_ids = [blocks[index].block_id for index in snapshots]
-        digests = self._copy(holder.peer, block_ids, [snapshot.slot for snapshot in snapshots.values()])
-        for index, verdict in zip(snapshots, peer_slots.judge(list(snapshots.values()), digests), strict=True):
-            _note(verdicts, index, verdict)
-
-
-def _note(verdicts: list[Verdict], index: int, verdict: Verdict) -> None:
-    if verdict is not FetchOutcome.MISSING:
-        verdicts[index] = verdict
+        tried = [blocks[index] for index in indices]
+        snapshots = peer_slots.take_snapshots(slots, tried, epoch=holder.epoch)
+        found = snapshots.refusals
+        if snapshots.places:  # a copy of nothing would wait for a device all the same
+            block_ids = [tried[place].block_id for place in snapshots.places]
+            digests = self._copy(holder.peer, block_ids, snapshots.slots)
+            found.update(zip(snapshots.places, peer_slots.judge(snapshots, digests), strict=True))
+        for place, verdict in found.items():
+            if verdict is not FetchOutcome.MISSING:  # what an earlier slot had says more
+                verdicts[indices[place]] = verdict

@@ -16,7 +16,7 @@ meanwhile.
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.named_block import NamedBlock
 
 SLOT_BYTES = 128
+_MOST_SLOTS = 8  # that are found of one name
 
 _SLOT = np.dtype(
     {
@@ -92,12 +93,16 @@ class OwnedSlots:
         self._slots["sequence"][ids] += 1
 
 
-class SlotSnapshot(NamedTuple):
-    """A slot before its block is copied: its counter, and the digest that the copy must have."""
+@dataclass(frozen=True, slots=True)
+class SlotSnapshots:
+    """Some slots before their blocks are copied. `refusals` has a verdict for each whose copy would be useless, by its
+    place among them. The others are at `places`: their counters, and the digests that the copies must have."""
 
-    slot: int
-    counter: int
-    payload_digest: bytes
+    refusals: dict[int, Verdict]
+    places: list[int]
+    slots: list[int]
+    counters: NDArray[np.uint64]
+    payload_digests: NDArray[np.uint8]  # [num_places, 16]
 
 
 class PeerSlots:
@@ -107,56 +112,60 @@ class PeerSlots:
         self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
         self._geometry = geometry
 
-    def find(self, names: Sequence[BlockHash]) -> dict[BlockHash, list[int]]:
-        """Returns the slots that have these names now, and maybe others: compares the first 8 bytes."""
+    def find(self, names: Sequence[BlockHash]) -> list[dict[BlockHash, int]]:
+        """Returns the slots that have these names now: the first slot of each name, then the second of those that have
+        more, and so on up to `_MOST_SLOTS`. Maybe other names, too: only the first 8 bytes are compared."""
         wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(names), "<u8")[:: HASH_BYTES // 8])
         held = np.ascontiguousarray(self._slots["name_prefix"])
         nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
         hits = np.flatnonzero(wanted[nearest] == held)
-        found: dict[BlockHash, list[int]] = {}
-        for slot, name in zip(hits.tolist(), _as_bytes(self._slots["name"][hits]), strict=True):
-            found.setdefault(BlockHash(name), []).append(slot)
+        left = [*zip(map(BlockHash, _as_bytes(self._slots["name"][hits])), hits.tolist(), strict=True)]
+        found: list[dict[BlockHash, int]] = []
+        while left and len(found) < _MOST_SLOTS:
+            found.append(dict(reversed(left)))
+            left = [(name, slot) for name, slot in left if found[-1][name] != slot]
         return found
 
-    def take_snapshots(
-        self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int
-    ) -> list[SlotSnapshot | Verdict]:
-        """Returns one snapshot per slot, or a verdict where a copy would be useless."""
+    def take_snapshots(self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int) -> SlotSnapshots:
+        """Returns the state of slots that should have these blocks, published by the node of that epoch."""
         ids = _ids(slots)
         before = self._slots["sequence"][ids]
-        headers = _headers(self._slots, ids)
+        headers = self._slots["header"][ids]
         steady = (self._slots["sequence"][ids] == before) & (before % 2 == 0)
-        right = self._geometry.headers_before_digest(blocks, epoch)
-        return [
-            SlotSnapshot(slot, counter, header[DIGEST_OFFSET:])
-            if is_steady and header.startswith(beginning)
-            else self._refusal(header, block, epoch, is_steady=is_steady)
-            for slot, counter, header, block, beginning, is_steady in zip(
-                slots, before.tolist(), headers, blocks, right, steady.tolist(), strict=True
-            )
-        ]
+        right = np.frombuffer(self._geometry.headers_before_digest(blocks, epoch), np.uint8)
+        good = steady & (headers[:, :DIGEST_OFFSET] == right.reshape(-1, DIGEST_OFFSET)).all(axis=1)
+        refusals = {
+            place: self._refusal(headers[place], blocks[place], epoch) if steady[place] else FetchOutcome.MISSING
+            for place in np.flatnonzero(~good).tolist()
+        }
+        places = np.flatnonzero(good)
+        return SlotSnapshots(
+            refusals, places.tolist(), ids[places].tolist(), before[places], headers[places, DIGEST_OFFSET:]
+        )
 
-    def judge(self, snapshots: Sequence[SlotSnapshot], digests: Sequence[bytes]) -> list[Verdict]:
+    def judge(self, snapshots: SlotSnapshots, digests: Sequence[bytes]) -> list[Verdict]:
         """Returns the verdicts on copies that were made after `snapshots`, given the digests of what arrived."""
-        counters = self._slots["sequence"][_ids([snapshot.slot for snapshot in snapshots])].tolist()
-        return [_judged(*copied) for copied in zip(snapshots, counters, digests, strict=True)]
+        held = self._slots["sequence"][_ids(snapshots.slots)] == snapshots.counters
+        arrived = np.frombuffer(b"".join(digests), np.uint8).reshape(snapshots.payload_digests.shape)
+        whole = (arrived == snapshots.payload_digests).all(axis=1)
+        return [_judged(*copied) for copied in zip(held.tolist(), whole.tolist(), strict=True)]
 
     def release(self) -> None:
         """Drops the view of the mapping."""
         self._slots = np.empty(0, _SLOT)
 
-    def _refusal(self, header: bytes, block: NamedBlock, epoch: int, *, is_steady: bool) -> Verdict:
+    def _refusal(self, header: NDArray[np.uint8], block: NamedBlock, epoch: int) -> Verdict:
         """Returns why a copy would be useless for a slot whose header is not that of the block."""
-        decoded = BlockHeader.decode(header)
-        if not is_steady or decoded.block_hash != block.block_hash:
+        decoded = BlockHeader.decode(header.tobytes())
+        if decoded.block_hash != block.block_hash:
             return FetchOutcome.MISSING  # retracted or replaced since it was found
         return self._geometry.verify(decoded, block, epoch=epoch) or Mismatch.VERSION  # zeros that are none
 
 
-def _judged(snapshot: SlotSnapshot, counter: int, digest: bytes) -> Verdict:
-    if counter != snapshot.counter:
+def _judged(is_held: bool, is_whole: bool) -> Verdict:
+    if not is_held:
         return FetchOutcome.MISSING  # retracted during the copy, which may be anything, without anybody's fault
-    return FetchOutcome.FETCHED if digest == snapshot.payload_digest else Mismatch.DIGEST
+    return FetchOutcome.FETCHED if is_whole else Mismatch.DIGEST
 
 
 def _ids(values: Sequence[int]) -> NDArray[np.intp]:

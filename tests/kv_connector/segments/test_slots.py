@@ -10,14 +10,15 @@ import pytest
 
 from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
-from kv_connector.header import BlockHeader, Mismatch
-from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots, SlotSnapshot
+from kv_connector.header import DIGEST_OFFSET, BlockHeader, Mismatch
+from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots
 from kv_connector.verdict import Verdict
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, blocks
 
 GEOMETRY = Geometry.of(LAYOUT)
-NUM_SLOTS = 4
+NUM_SLOTS = 12
 DIGEST = bytes(range(16))
 
 
@@ -34,9 +35,11 @@ class Sides:
         wanted = dict(headers)
         return self.owned.fill(absent, [wanted[block] for block, _ in absent])
 
-    def snapshot(self, slot: int, block: NamedBlock) -> SlotSnapshot | Verdict:
-        [snapshot] = self.seen.take_snapshots([slot], [block], epoch=EPOCH)
-        return snapshot
+    def refusal(self, slot: int, block: NamedBlock) -> Verdict | None:
+        """Returns why a slot's block would not be copied."""
+        snapshots = self.seen.take_snapshots([slot], [block], epoch=EPOCH)
+        assert len(snapshots.refusals) + len(snapshots.places) == 1
+        return snapshots.refusals.get(0)
 
     def close(self) -> None:
         self.owned.release()
@@ -62,8 +65,8 @@ def test_a_block_with_more_tokens_is_absent_until_it_is_filled_again(sides: Side
     assert not sides.owned.absent([partial])
     assert sides.publish((whole, header(whole))) == 1
     assert not sides.owned.absent([whole])
-    assert sides.snapshot(whole.block_id, partial) is Mismatch.TOKENS
-    assert isinstance(sides.snapshot(whole.block_id, whole), SlotSnapshot)
+    assert sides.refusal(whole.block_id, partial) is Mismatch.TOKENS
+    assert sides.refusal(whole.block_id, whole) is None
 
 
 def test_finding_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides) -> None:
@@ -87,9 +90,9 @@ def test_a_slot_that_is_being_written_is_missing(sides: Sides) -> None:
     sides.publish((block, header(block)))
     counters = np.frombuffer(sides.mapping, "<u8")[:: SLOT_BYTES // 8]
     counters[block.block_id] += 1
-    assert sides.snapshot(block.block_id, block) is FetchOutcome.MISSING
+    assert sides.refusal(block.block_id, block) is FetchOutcome.MISSING
     counters[block.block_id] += 1
-    assert isinstance(sides.snapshot(block.block_id, block), SlotSnapshot)
+    assert sides.refusal(block.block_id, block) is None
     del counters
 
 
@@ -97,22 +100,46 @@ def test_a_slot_that_has_another_block_by_now_is_missing(sides: Sides) -> None:
     first, other = blocks(2)
     other = replace(other, block_id=first.block_id)
     sides.publish((first, header(first)))
-    assert sides.seen.find([first.block_hash]) == {first.block_hash: [first.block_id]}
+    assert sides.seen.find([first.block_hash]) == [{first.block_hash: first.block_id}]
     sides.publish((other, header(other)))
-    assert sides.snapshot(first.block_id, first) is FetchOutcome.MISSING
-    assert sides.seen.find([first.block_hash]) == {}
+    assert sides.refusal(first.block_id, first) is FetchOutcome.MISSING
+    assert sides.seen.find([first.block_hash]) == []
+
+
+def test_a_name_is_found_in_each_slot_that_has_it(sides: Sides) -> None:
+    first, twin, like_it, last = (replace(block, block_id=slot) for slot, block in enumerate(blocks(4)))
+    twin = replace(twin, block_hash=first.block_hash)
+    like_it = replace(like_it, block_hash=BlockHash(first.block_hash[:8] + like_it.block_hash[8:]))
+    sides.publish(*((block, header(block)) for block in (first, twin, like_it, last)))
+    found = sides.seen.find([last.block_hash, first.block_hash, first.block_hash])
+    assert found == [{first.block_hash: 0, like_it.block_hash: 2, last.block_hash: 3}, {first.block_hash: 1}]
+
+
+def test_not_more_than_a_few_slots_of_a_name_are_tried(sides: Sides) -> None:
+    [block] = blocks(1)
+    copies = [replace(block, block_id=slot) for slot in range(NUM_SLOTS)]
+    sides.publish(*((copy, header(copy)) for copy in copies))
+    assert sides.seen.find([block.block_hash]) == [{block.block_hash: slot} for slot in range(8)]
+
+
+def test_a_header_with_anything_in_the_place_of_its_zeros_is_none(sides: Sides) -> None:
+    [block] = blocks(1)
+    sides.publish((block, header(block)))
+    zeros = SLOT_BYTES * block.block_id + 8 + DIGEST_OFFSET - 12  # the counter before the header, the epoch behind them
+    assert sides.mapping[zeros : zeros + 4] == bytes(4)
+    sides.mapping[zeros] = 1
+    assert sides.refusal(block.block_id, block) is Mismatch.VERSION
 
 
 def test_a_slot_that_changes_under_a_copy_is_missing_whatever_was_copied(sides: Sides) -> None:
     chosen = blocks(3)
     sides.publish(*((block, header(block)) for block in chosen))
     snapshots = sides.seen.take_snapshots([block.block_id for block in chosen], chosen, epoch=EPOCH)
-    held = [snapshot for snapshot in snapshots if isinstance(snapshot, SlotSnapshot)]
-    assert len(held) == 3
+    assert (snapshots.refusals, snapshots.places) == ({}, [0, 1, 2])
     sides.owned.clear([chosen[0].block_id])
     damaged = bytes(16)
     outcomes: list[Verdict] = [FetchOutcome.MISSING, FetchOutcome.FETCHED, Mismatch.DIGEST]
-    assert sides.seen.judge(held, [DIGEST, DIGEST, damaged]) == outcomes
+    assert sides.seen.judge(snapshots, [DIGEST, DIGEST, damaged]) == outcomes
 
 
 @pytest.mark.parametrize(
@@ -131,7 +158,7 @@ def test_each_field_of_a_header_is_compared_with_the_requested_block(
 ) -> None:
     [block] = blocks(1)
     sides.publish((block, replace(header(block), **said)))  # type: ignore[arg-type]  # by name
-    assert sides.snapshot(block.block_id, block) is mismatch
+    assert sides.refusal(block.block_id, block) is mismatch
 
 
 def test_clearing_after_the_owner_has_closed_has_no_effect(sides: Sides) -> None:
@@ -139,4 +166,4 @@ def test_clearing_after_the_owner_has_closed_has_no_effect(sides: Sides) -> None
     sides.publish((block, header(block)))
     sides.owned.release()
     sides.owned.clear([block.block_id])
-    assert isinstance(sides.snapshot(block.block_id, block), SlotSnapshot)
+    assert sides.refusal(block.block_id, block) is None
