@@ -22,7 +22,7 @@ def test_complete_prints_the_text_and_how_it_was_served(cluster: Cluster, direct
 def test_complete_explains_a_refusal(cluster: Cluster, directory: Path) -> None:
     ended = run("complete", "Hello", "--url", cluster.grpc_address, "--max-tokens", "9999", directory=directory)
     assert ended.returncode == 1
-    assert ended.stderr.startswith("kvrelay complete: 2 prompt tokens and max_tokens of 9999 are more than")
+    assert ended.stderr.startswith("kvrelay complete: This model's maximum context length is 4096 tokens, but 2 prompt")
     assert "Traceback" not in ended.stderr
 
 
