@@ -1,38 +1,46 @@
 """Fetches from other nodes' segments: blocks are found by name, copied into our pool, and judged by their slots.
 
 The connector decides where the peers' pools are, in the segments or on a device, and how bytes are copied from there.
-Invariant: only the connector's thread touches mapped memory, and it is never held for more than one part of a fetch.
+Invariant: only the connector's thread touches mapped memory, and it is never held for more than two parts of a fetch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
 from kv_connector.pool import slices
 from kv_connector.segments.mapped_peers import MappedPeers, PeerT
+from kv_connector.segments.slots import NO_SLOT
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import RunsFunctions
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.tasks import end_tasks
 
 CopyBlocks = Callable[[PeerT, Sequence[int], Sequence[int]], Sequence[bytes]]
 """Copies blocks from a peer: (peer, our block ids, the peer's slots). Returns the digests of what arrived."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Holder(Generic[PeerT]):
-    """A peer, and the slots in which the wanted names were found, as `PeerSlots.find` returns them."""
+class _Wanted(Generic[PeerT]):
+    """The blocks of a fetch, the peer that should have them, and the slots where they may be, as `PeerSlots.find`
+    returns them."""
 
+    blocks: Sequence[NamedBlock]
     peer: PeerT
     epoch: int
-    slots: Sequence[Mapping[BlockHash, int]]
+    turns: Sequence[NDArray[np.intp]]
 
 
 class SegmentReader(Generic[PeerT]):
@@ -71,76 +79,82 @@ class SegmentReader(Generic[PeerT]):
         await self._peers.close()
 
     async def _fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], verdicts: Verdicts) -> None:
-        """Adds the verdicts of the blocks for which there is time."""
+        """Adds the verdicts, as far as there are any."""
         if source is None or not blocks:
             verdicts.found += [FetchOutcome.MISSING] * len(blocks)
             return
-        parts = list(slices(blocks, self._pool.block_bytes, self._slice_bytes))
+        parts = list(slices(range(len(blocks)), self._pool.block_bytes, self._slice_bytes))
         try:
-            holder, found = await self._thread.run(self._find_and_read, source, blocks, parts.pop(0), verdicts)
+            wanted, found = await self._thread.run(self._find_and_read, source, blocks, parts.pop(0), verdicts)
         finally:
             if self._open:
                 self._peers.watch_owners()  # the peer stays mapped, also when the copy fails or the fetch is cancelled
         self._require_open()
         verdicts.found += found
-        for part in parts:
-            if holder is None or verdicts.seconds_left <= 0:
-                break
-            self._require_open()
-            verdicts.found += await self._thread.run(self._read, holder, part)
+        if wanted is not None:
+            await self._read_parts(wanted, parts, verdicts)
+
+    async def _read_parts(self, wanted: _Wanted[PeerT], parts: Sequence[Sequence[int]], verdicts: Verdicts) -> None:
+        """Adds the verdicts of these parts. Each is handed to the thread while it is busy with the one before, so that
+        it does not wait for the loop in between."""
+        reads: deque[asyncio.Task[list[Verdict]]] = deque()
+        try:
+            for part in parts:
+                self._require_open()
+                reads.append(asyncio.create_task(self._thread.run(self._read, wanted, part, verdicts)))
+                if len(reads) > 1:
+                    verdicts.found += await reads.popleft()
+            while reads:
+                verdicts.found += await reads.popleft()
+        finally:
+            await end_tasks(*reads)
 
     def _require_open(self) -> None:
         if not self._open:
             raise KVError("the connector was closed during a fetch")
 
     def _find_and_read(
-        self, source: KVSource, blocks: Sequence[NamedBlock], first: Sequence[NamedBlock], verdicts: Verdicts
-    ) -> tuple[_Holder[PeerT] | None, list[Verdict]]:
-        """Returns where the blocks are, with verdicts on the `first` ones if there is time left for them. Without a
-        holder the verdicts are on all blocks."""
+        self, source: KVSource, blocks: Sequence[NamedBlock], first: Sequence[int], verdicts: Verdicts
+    ) -> tuple[_Wanted[PeerT] | None, list[Verdict]]:
+        """Returns where the blocks may be, with verdicts on the `first` ones; or None, with verdicts on all."""
         peer = self._peers.get(source)
         if isinstance(peer, FetchOutcome | Mismatch):
             return None, [peer] * len(blocks)
         mismatch = peer.segment.mismatch(source, self._pool.geometry)
         if mismatch is not None:
             return None, [mismatch] * len(blocks)
-        holder = _Holder(peer, source.epoch, peer.segment.slots.find([block.block_hash for block in blocks]))
-        return holder, self._read(holder, first if verdicts.seconds_left > 0 else ())
+        turns = peer.segment.slots.find([block.block_hash for block in blocks])
+        wanted = _Wanted(blocks, peer, source.epoch, turns)
+        return wanted, self._read(wanted, first, verdicts)
 
-    def _read(self, holder: _Holder[PeerT], blocks: Sequence[NamedBlock]) -> list[Verdict]:
-        """Returns one verdict per block. Several slots may have a name; any good one will do."""
-        segment = holder.peer.segment
-        if segment.closed:  # the owner died and another fetch noticed first
-            return [FetchOutcome.FAILED] * len(blocks)
-        verdicts: list[Verdict] = [FetchOutcome.MISSING] * len(blocks)
-        for slots in holder.slots:
-            untried = [
-                index
-                for index, block in enumerate(blocks)
-                if block.block_hash in slots and verdicts[index] is not FetchOutcome.FETCHED
-            ]
-            if not untried:
+    def _read(self, wanted: _Wanted[PeerT], part: Sequence[int], verdicts: Verdicts) -> list[Verdict]:
+        """Returns one verdict for each block at the places of `part`, which follow each other. Several slots may have a
+        name; any good one will do."""
+        # A segment is closed when its owner has died and another fetch noticed first.
+        if verdicts.seconds_left <= 0 or wanted.peer.segment.closed:
+            return [FetchOutcome.FAILED] * len(part)
+        found: list[Verdict] = [FetchOutcome.MISSING] * len(part)
+        left = np.array(part)  # the blocks that have not arrived
+        for turn in wanted.turns:
+            left = left[turn[left] != NO_SLOT]
+            if not left.size:
                 break
-            self._try(holder, blocks, untried, [slots[blocks[index].block_hash] for index in untried], verdicts)
-        return verdicts
+            tried = self._try(wanted, [wanted.blocks[index] for index in left.tolist()], turn[left])
+            for index, verdict in zip(left.tolist(), tried, strict=True):
+                if verdict is not FetchOutcome.MISSING:  # what an earlier slot had says more
+                    found[index - part[0]] = verdict
+            left = left[[verdict is not FetchOutcome.FETCHED for verdict in tried]]
+        return found
 
-    def _try(
-        self,
-        holder: _Holder[PeerT],
-        blocks: Sequence[NamedBlock],
-        indices: Sequence[int],
-        slots: Sequence[int],
-        verdicts: list[Verdict],
-    ) -> None:
-        """Copies the blocks at `indices` from `slots`, where these allow it, and enters what came of it."""
-        peer_slots = holder.peer.segment.slots
-        tried = [blocks[index] for index in indices]
-        snapshots = peer_slots.take_snapshots(slots, tried, epoch=holder.epoch)
-        found = snapshots.refusals
-        if snapshots.places:  # a copy of nothing would wait for a device all the same
-            block_ids = [tried[place].block_id for place in snapshots.places]
-            digests = self._copy(holder.peer, block_ids, snapshots.slots)
-            found.update(zip(snapshots.places, peer_slots.judge(snapshots, digests), strict=True))
-        for place, verdict in found.items():
-            if verdict is not FetchOutcome.MISSING:  # what an earlier slot had says more
-                verdicts[indices[place]] = verdict
+    def _try(self, wanted: _Wanted[PeerT], blocks: Sequence[NamedBlock], slots: NDArray[np.intp]) -> Sequence[Verdict]:
+        """Copies blocks from slots, one for each, where these allow it. Returns what came of each."""
+        peer = wanted.peer
+        snapshots = peer.segment.slots.take_snapshots(slots, blocks, epoch=wanted.epoch)
+        if not snapshots.places:  # a copy of nothing would wait for a device all the same
+            return list(snapshots.refusals.values())
+        digests = self._copy(peer, [blocks[place].block_id for place in snapshots.places], snapshots.slots.tolist())
+        judged = peer.segment.slots.judge(snapshots, digests)
+        if not snapshots.refusals:
+            return judged
+        found = {**snapshots.refusals, **dict(zip(snapshots.places, judged, strict=True))}
+        return [found[place] for place in range(len(blocks))]

@@ -29,6 +29,7 @@ from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.named_block import NamedBlock
 
 SLOT_BYTES = 128
+NO_SLOT = -1
 _MOST_SLOTS = 8  # that are found of one name
 
 _SLOT = np.dtype(
@@ -100,7 +101,7 @@ class SlotSnapshots:
 
     refusals: dict[int, Verdict]
     places: list[int]
-    slots: list[int]
+    slots: NDArray[np.intp]
     counters: NDArray[np.uint64]
     payload_digests: NDArray[np.uint8]  # [num_places, 16]
 
@@ -112,26 +113,28 @@ class PeerSlots:
         self._slots = np.frombuffer(mapping, _SLOT, num_blocks, offset)
         self._geometry = geometry
 
-    def find(self, names: Sequence[BlockHash]) -> list[dict[BlockHash, int]]:
-        """Returns the slots that have these names now: the first slot of each name, then the second of those that have
-        more, and so on up to `_MOST_SLOTS`. Maybe other names, too: only the first 8 bytes are compared."""
-        wanted: NDArray[np.uint64] = np.unique(np.frombuffer(b"".join(names), "<u8")[:: HASH_BYTES // 8])
+    def find(self, names: Sequence[BlockHash]) -> list[NDArray[np.intp]]:
+        """Returns the slots that may have these names now, in turns. A turn is `[num_names]`, with a slot for each name
+        or `NO_SLOT`: first one slot of each name, then a second one of those that have more, and so on up to
+        `_MOST_SLOTS`. Only the first 8 bytes of a name are compared."""
+        prefixes = np.frombuffer(b"".join(names), "<u8")[:: HASH_BYTES // 8]
+        wanted, place = np.unique(prefixes, return_inverse=True)
         held = np.ascontiguousarray(self._slots["name_prefix"])
         nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
-        hits = np.flatnonzero(wanted[nearest] == held)
-        left = [*zip(map(BlockHash, _as_bytes(self._slots["name"][hits])), hits.tolist(), strict=True)]
-        found: list[dict[BlockHash, int]] = []
-        while left and len(found) < _MOST_SLOTS:
-            found.append(dict(reversed(left)))
-            left = [(name, slot) for name, slot in left if found[-1][name] != slot]
-        return found
+        left = np.flatnonzero(wanted[nearest] == held)
+        turns: list[NDArray[np.intp]] = []
+        while left.size and len(turns) < _MOST_SLOTS:
+            turn = np.full(len(wanted), NO_SLOT, np.intp)
+            turn[nearest[left[::-1]]] = left[::-1]  # of several slots for one place the last one stays
+            turns.append(turn[place])
+            left = left[turn[nearest[left]] != left]
+        return turns
 
-    def take_snapshots(self, slots: Sequence[int], blocks: Sequence[NamedBlock], *, epoch: int) -> SlotSnapshots:
+    def take_snapshots(self, slots: NDArray[np.intp], blocks: Sequence[NamedBlock], *, epoch: int) -> SlotSnapshots:
         """Returns the state of slots that should have these blocks, published by the node of that epoch."""
-        ids = _ids(slots)
-        before = self._slots["sequence"][ids]
-        headers = self._slots["header"][ids]
-        steady = (self._slots["sequence"][ids] == before) & (before % 2 == 0)
+        before = self._slots["sequence"][slots]
+        headers = self._slots["header"][slots]
+        steady = (self._slots["sequence"][slots] == before) & (before % 2 == 0)
         right = np.frombuffer(self._geometry.headers_before_digest(blocks, epoch), np.uint8)
         good = steady & (headers[:, :DIGEST_OFFSET] == right.reshape(-1, DIGEST_OFFSET)).all(axis=1)
         refusals = {
@@ -139,15 +142,15 @@ class PeerSlots:
             for place in np.flatnonzero(~good).tolist()
         }
         places = np.flatnonzero(good)
-        return SlotSnapshots(
-            refusals, places.tolist(), ids[places].tolist(), before[places], headers[places, DIGEST_OFFSET:]
-        )
+        return SlotSnapshots(refusals, places.tolist(), slots[places], before[places], headers[places, DIGEST_OFFSET:])
 
     def judge(self, snapshots: SlotSnapshots, digests: Sequence[bytes]) -> list[Verdict]:
         """Returns the verdicts on copies that were made after `snapshots`, given the digests of what arrived."""
-        held = self._slots["sequence"][_ids(snapshots.slots)] == snapshots.counters
+        held = self._slots["sequence"][snapshots.slots] == snapshots.counters
         arrived = np.frombuffer(b"".join(digests), np.uint8).reshape(snapshots.payload_digests.shape)
         whole = (arrived == snapshots.payload_digests).all(axis=1)
+        if (held & whole).all():  # nearly always
+            return [FetchOutcome.FETCHED] * len(held)
         return [_judged(*copied) for copied in zip(held.tolist(), whole.tolist(), strict=True)]
 
     def release(self) -> None:

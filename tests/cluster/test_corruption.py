@@ -64,13 +64,13 @@ async def test_a_byte_flipped_in_the_shared_segment_changes_no_token(model: Path
     def damage(holder: Node, name: BlockHash) -> None:
         [path] = tmp_path.glob("kvrelay-prefill-0-*.kv")
         segment = PeerSegment(tmp_path, path.name)
-        [slots] = segment.slots.find([name])
+        [[slot]] = segment.slots.find([name])
         place, size = segment.preamble.pool_offset, segment.preamble.geometry.block_bytes
         segment.close()
         with path.open("r+b") as file:
-            file.seek(place + slots[name] * size)
+            file.seek(place + int(slot) * size)
             payload = file.read(size)
-            file.seek(place + slots[name] * size)
+            file.seek(place + int(slot) * size)
             file.write(_flipped(payload))
 
     await serve_with(damage, model, connector="shared_memory", shared_memory_dir=str(tmp_path))

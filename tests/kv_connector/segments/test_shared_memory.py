@@ -245,6 +245,35 @@ async def test_nothing_more_is_copied_when_the_time_is_over(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("in_parts")
+async def test_nothing_is_copied_after_a_fetch_was_cancelled_between_its_parts(tmp_path: Path) -> None:
+    loop, reached, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    copied = []
+
+    def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
+        copied.append(list(source_rows))
+        if len(copied) == 2:
+            loop.call_soon_threadsafe(reached.set)
+            go_on.wait(10)
+        return copy_rows(target, target_rows, source, source_rows)
+
+    owner = node(tmp_path, "owner")
+    peer = node(tmp_path, copy=copy)
+    await write_and_publish(owner, blocks(16))
+    fetch = asyncio.create_task(peer.connector.fetch(owner.source, blocks(16), timeout=10))
+    await reached.wait()
+    fetch.cancel()
+    await asyncio.sleep(0)
+    assert not fetch.done()  # it waits for the part under way
+    go_on.set()
+    await asyncio.wait([fetch])
+    assert fetch.cancelled() and len(copied) <= 3  # the next part may have begun before it was told
+    num_copied = len(copied)
+    await peer.connector.close()
+    assert len(copied) == num_copied and asyncio.all_tasks() == {asyncio.current_task()}
+    await owner.connector.close()
+
+
+@pytest.mark.usefixtures("in_parts")
 async def test_an_owner_that_dies_during_a_fetch_fails_the_rest_of_it(tmp_path: Path) -> None:
     """Another fetch notices first, and unmaps the segment."""
     copying, go_on = threading.Event(), threading.Event()

@@ -11,7 +11,7 @@ import pytest
 from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import DIGEST_OFFSET, BlockHeader, Mismatch
-from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots
+from kv_connector.segments.slots import NO_SLOT, SLOT_BYTES, OwnedSlots, PeerSlots
 from kv_connector.verdict import Verdict
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.named_block import NamedBlock
@@ -35,9 +35,13 @@ class Sides:
         wanted = dict(headers)
         return self.owned.fill(absent, [wanted[block] for block, _ in absent])
 
+    def found(self, *names: BlockHash) -> list[list[int]]:
+        """Returns the turns in which these names are found."""
+        return [turn.tolist() for turn in self.seen.find(names)]
+
     def refusal(self, slot: int, block: NamedBlock) -> Verdict | None:
         """Returns why a slot's block would not be copied."""
-        snapshots = self.seen.take_snapshots([slot], [block], epoch=EPOCH)
+        snapshots = self.seen.take_snapshots(np.array([slot]), [block], epoch=EPOCH)
         assert len(snapshots.refusals) + len(snapshots.places) == 1
         return snapshots.refusals.get(0)
 
@@ -100,26 +104,34 @@ def test_a_slot_that_has_another_block_by_now_is_missing(sides: Sides) -> None:
     first, other = blocks(2)
     other = replace(other, block_id=first.block_id)
     sides.publish((first, header(first)))
-    assert sides.seen.find([first.block_hash]) == [{first.block_hash: first.block_id}]
+    assert sides.found(first.block_hash) == [[first.block_id]]
     sides.publish((other, header(other)))
     assert sides.refusal(first.block_id, first) is FetchOutcome.MISSING
-    assert sides.seen.find([first.block_hash]) == []
+    assert sides.found(first.block_hash) == []
 
 
 def test_a_name_is_found_in_each_slot_that_has_it(sides: Sides) -> None:
-    first, twin, like_it, last = (replace(block, block_id=slot) for slot, block in enumerate(blocks(4)))
+    first, twin, last, absent = (replace(block, block_id=slot) for slot, block in enumerate(blocks(4)))
     twin = replace(twin, block_hash=first.block_hash)
+    sides.publish(*((block, header(block)) for block in (first, twin, last)))
+    names = [last.block_hash, first.block_hash, absent.block_hash, first.block_hash]
+    assert sides.found(*names) == [[2, 0, NO_SLOT, 0], [NO_SLOT, 1, NO_SLOT, 1]]
+
+
+def test_names_that_begin_alike_are_told_apart_by_their_headers(sides: Sides) -> None:
+    first, like_it = (replace(block, block_id=slot) for slot, block in enumerate(blocks(2)))
     like_it = replace(like_it, block_hash=BlockHash(first.block_hash[:8] + like_it.block_hash[8:]))
-    sides.publish(*((block, header(block)) for block in (first, twin, like_it, last)))
-    found = sides.seen.find([last.block_hash, first.block_hash, first.block_hash])
-    assert found == [{first.block_hash: 0, like_it.block_hash: 2, last.block_hash: 3}, {first.block_hash: 1}]
+    sides.publish(*((block, header(block)) for block in (first, like_it)))
+    assert sides.found(first.block_hash, like_it.block_hash) == [[0, 0], [1, 1]]
+    assert [sides.refusal(slot, first) for slot in (0, 1)] == [None, FetchOutcome.MISSING]
+    assert [sides.refusal(slot, like_it) for slot in (0, 1)] == [FetchOutcome.MISSING, None]
 
 
 def test_not_more_than_a_few_slots_of_a_name_are_tried(sides: Sides) -> None:
     [block] = blocks(1)
     copies = [replace(block, block_id=slot) for slot in range(NUM_SLOTS)]
     sides.publish(*((copy, header(copy)) for copy in copies))
-    assert sides.seen.find([block.block_hash]) == [{block.block_hash: slot} for slot in range(8)]
+    assert sides.found(block.block_hash) == [[slot] for slot in range(8)]
 
 
 def test_a_header_with_anything_in_the_place_of_its_zeros_is_none(sides: Sides) -> None:
@@ -134,7 +146,8 @@ def test_a_header_with_anything_in_the_place_of_its_zeros_is_none(sides: Sides) 
 def test_a_slot_that_changes_under_a_copy_is_missing_whatever_was_copied(sides: Sides) -> None:
     chosen = blocks(3)
     sides.publish(*((block, header(block)) for block in chosen))
-    snapshots = sides.seen.take_snapshots([block.block_id for block in chosen], chosen, epoch=EPOCH)
+    slots = np.array([block.block_id for block in chosen])
+    snapshots = sides.seen.take_snapshots(slots, chosen, epoch=EPOCH)
     assert (snapshots.refusals, snapshots.places) == ({}, [0, 1, 2])
     sides.owned.clear([chosen[0].block_id])
     damaged = bytes(16)
