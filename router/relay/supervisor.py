@@ -164,7 +164,6 @@ class RequestSupervisor:
 
     def wait_no_more(self) -> None:
         """Lets the request end, from now on, instead of waiting for a decode node, because the router stops."""
-        self._node_wait = 0.0
         self._router_stops = True
         self._inbox.put_nowait(self._on_search)
 
@@ -284,8 +283,7 @@ class RequestSupervisor:
         have_ended = sum(map(self._place.has_ended, away)) > self._max_attempts
         if self._router_stops and not have_ended:
             raise UnavailableError("the router is stopping") from lost
-        has_waited = self._clock.now() >= share.lost_at + self._node_wait
-        if have_ended or has_waited:
+        if have_ended or self._wait_left(share) <= 0.0:
             raise GivenUpError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
         if just_lost:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
@@ -295,10 +293,14 @@ class RequestSupervisor:
         """Sets the timer that ends a wait for a decode node, unless `on_decode_node_live` ends it before."""
         react: _Reaction
         if none_lives:
-            seconds, react = share.lost_at + self._node_wait - self._clock.now(), partial(self._on_waited, share)
+            seconds, react = self._wait_left(share), partial(self._on_waited, share)
         else:
             seconds, react = share.backoff.next(), self._on_search
         return asyncio.get_running_loop().call_later(max(0.0, seconds), self._inbox.put_nowait, react)
+
+    def _wait_left(self, share: _Share) -> float:
+        """Returns for how many seconds the share may still wait for a decode node; 0 or less when it may not."""
+        return 0.0 if self._router_stops else share.lost_at + self._node_wait - self._clock.now()
 
     def _node_request(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
