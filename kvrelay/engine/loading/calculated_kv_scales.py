@@ -18,7 +18,8 @@ from torch import Tensor
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.engine.layers.prequantized_linear import layer_weight
 from kvrelay.engine.layers.weight_format import PrequantizedTensors
-from kvrelay.engine.loading.checkpoint import Checkpoint, StoredTensor, read_tensor
+from kvrelay.engine.loading.checkpoint import Checkpoint, StoredTensor
+from kvrelay.engine.loading.checkpoint_reader import read_tensor
 from kvrelay.engine.models.model_config import ModelConfig
 
 _MARGIN = 1.25  # for the rounding of weights and activations in the computation

@@ -1,41 +1,35 @@
-"""The safetensors files of a Hugging Face directory: where each tensor is, and one pass that copies and digests all.
+"""The safetensors files of a Hugging Face directory: where each tensor is.
 
 The format (https://github.com/huggingface/safetensors#format) is an 8-byte little-endian header length, a JSON header,
-and the tensors without gaps. Invariant: the pass reads every byte of every file exactly once, into memory that the
-caller provides. The digest of a file therefore covers exactly what was loaded.
+and the tensors without gaps. Invariant: what `open_checkpoint` returns has been checked: the tensors fill their files
+exactly, and each is as long as its shape says.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
 from kvrelay.core.json_object import read_json_object
 from kvrelay.core.model_directory import refuse_pointer
-from kvrelay.engine.layers.weight_format import Slot
-from kvrelay.engine.loading.staging import Staging
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_CHUNK_BYTES = 4 * 1024 * 1024  # small enough to be digested in the cache; a multiple of every element size
 _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
 _ITEM_BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}
 
 WEIGHT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGER_DTYPE = "I32"  # packed codes and group indices
-_STORED_DTYPES = WEIGHT_DTYPES | {INTEGER_DTYPE: torch.int32}
 
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -112,115 +106,6 @@ def open_checkpoint(directory: Path) -> Checkpoint:
                 f"tensor {name} is missing from {directory / file_name}, where {INDEX_FILE} says it is"
             )
     return checkpoint
-
-
-def read_tensor(tensor: StoredTensor) -> Tensor:
-    """Reads one tensor as it is stored, on the CPU. Raises ModelLoadError."""
-    try:
-        with safe_open(tensor.file, framework="pt") as file:
-            stored = file.get_tensor(tensor.name)
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"cannot read tensor {tensor.name} of {tensor.file}: {error}") from error
-    assert isinstance(stored, Tensor)
-    return stored
-
-
-def hold_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
-    """Tells whether two matrices have the same shape and values. Reads them in parts. Raises ModelLoadError."""
-    if first.shape != second.shape or len(first.shape) != 2:
-        return False
-    num_rows = first.shape[0]
-    step = max(1, _CHUNK_BYTES * num_rows // max(1, first.num_bytes))
-    try:
-        with safe_open(first.file, framework="pt") as file, safe_open(second.file, framework="pt") as other:
-            rows, other_rows = file.get_slice(first.name), other.get_slice(second.name)
-            return all(
-                torch.equal(rows[begin : begin + step].float(), other_rows[begin : begin + step].float())
-                for begin in range(0, num_rows, step)
-            )
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"cannot compare {first.name} of {first.file} with {second.name}: {error}") from error
-
-
-def read_tensors(file: CheckpointFile, slots: Mapping[str, Slot], advance: Callable[[int], None]) -> bytes:
-    """Copies the tensors of a file one by one into their `slots`, which have the same shapes. Skips those without one.
-
-    Calls `advance` with the number of bytes read since the last call. Returns the xxh3-128 digest of the whole file, 16
-    bytes. Raises ModelLoadError.
-    """
-    digest = xxhash.xxh3_128()
-    scratch, staging = torch.empty(_CHUNK_BYTES, dtype=torch.uint8), Staging(_CHUNK_BYTES)
-    try:
-        with file.path.open("rb", buffering=0) as stream:
-            _read_header(stream, file, digest)
-            advance(file.header_bytes)
-            for tensor in file.tensors:
-                slot = slots.get(tensor.name)
-                memory = None if slot is None else slot.open()
-                _read_tensor(stream, tensor, memory, scratch, staging, digest, advance)
-                if slot is not None and memory is not None:
-                    _hand_over(slot, memory, tensor)
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {file.path}: {error.strerror}") from error
-    return digest.digest()
-
-
-def _read_header(stream: BinaryIO, file: CheckpointFile, digest: xxhash.xxh3_128) -> None:
-    """Reads the header once more. Raises ModelLoadError unless it is the one that `file` describes: another file in its
-    place would be read by the wrong offsets, and yet get the digest that those who read it by the right ones know."""
-    header = bytearray(file.header_bytes)
-    is_whole = _read_all(stream, memoryview(header))
-    if not is_whole or xxhash.xxh3_128_digest(header) != file.header_digest:
-        raise ModelLoadError(f"{file.path} changed while it was read: start again once it is complete")
-    digest.update(header)
-
-
-def _read_tensor(
-    stream: BinaryIO,
-    tensor: StoredTensor,
-    memory: Tensor | None,
-    scratch: Tensor,
-    staging: Staging,
-    digest: xxhash.xxh3_128,
-    advance: Callable[[int], None],
-) -> None:
-    stored_dtype = _STORED_DTYPES.get(tensor.dtype, torch.uint8)
-    direct = memory is not None and memory.dtype == stored_dtype and memory.device.type == "cpu"
-    staged = memory is not None and memory.is_cuda
-    flat = None if memory is None else memory.view(-1)
-    for begin in range(0, tensor.num_bytes, _CHUNK_BYTES):
-        num_bytes = min(_CHUNK_BYTES, tensor.num_bytes - begin)
-        first, last = begin // stored_dtype.itemsize, (begin + num_bytes) // stored_dtype.itemsize
-        part = None if flat is None else flat[first:last]
-        chunk = part.view(torch.uint8) if direct and part is not None else (staging.chunk() if staged else scratch)
-        chunk = chunk[:num_bytes]
-        buffer = memoryview(chunk.numpy().data)
-        if not _read_all(stream, buffer):
-            raise ModelLoadError(f"{tensor.file} ended inside tensor {tensor.name}: it changed while it was read")
-        digest.update(buffer)
-        if part is not None and staged:
-            staging.send(chunk.view(stored_dtype), part)
-        elif part is not None and not direct:
-            part.copy_(chunk.view(stored_dtype))
-        advance(num_bytes)
-
-
-def _hand_over(slot: Slot, memory: Tensor, tensor: StoredTensor) -> None:
-    try:
-        slot.filled(memory)
-    except ValueError as error:
-        raise ModelLoadError(f"tensor {tensor.name} in {tensor.file} cannot be used: {error}") from error
-
-
-def _read_all(stream: BinaryIO, buffer: memoryview) -> bool:
-    """Fills the buffer from a raw file, which may give less than it is asked for. Tells whether there was enough."""
-    done = 0
-    while done < len(buffer):
-        count = stream.readinto(buffer[done:])  # type: ignore[attr-defined]  # a raw file has it
-        if not count:
-            return False
-        done += count
-    return True
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -27,10 +27,9 @@ from kvrelay.engine.loading.checkpoint import (
     WEIGHT_DTYPES,
     Checkpoint,
     StoredTensor,
-    hold_equal_values,
     open_checkpoint,
-    read_tensors,
 )
+from kvrelay.engine.loading.checkpoint_reader import hold_equal_values, read_tensors
 from kvrelay.engine.loading.shared_weights import place_for
 from kvrelay.engine.loading.stored_kv_scales import is_kv_scale
 from kvrelay.engine.models.decoder import DecoderForCausalLM

@@ -12,7 +12,8 @@ from paged_kernels.kv_scales import KVScales
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.loading.checkpoint import Checkpoint, read_tensor
+from kvrelay.engine.loading.checkpoint import Checkpoint
+from kvrelay.engine.loading.checkpoint_reader import read_tensor
 from kvrelay.engine.models.model_config import ModelConfig
 
 # Names under model.layers.N.self_attn, in the order in which they are looked for: those of compressed-tensors and
