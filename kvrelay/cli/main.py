@@ -4,6 +4,7 @@
 """
 
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -14,6 +15,14 @@ from kvrelay.core.interruptible import exit_with, interruptible_imports
 Command = Callable[[Sequence[str]], int]
 
 PROCESS_MODULES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+# Imported only when they are called, so that `kvrelay --version` does not load gRPC.
+COMMANDS = {
+    "serve": "kvrelay.cli.serve:serve",
+    "complete": "kvrelay.cli.client:complete",
+    "chat": "kvrelay.cli.client:chat",
+    "status": "kvrelay.cli.client:status",
+    "bench": "kvrelay.bench.command:bench",
+}
 
 USAGE = """\
 usage: kvrelay COMMAND ...        `kvrelay COMMAND --help` explains a command and its settings
@@ -73,31 +82,13 @@ def run(argv: Sequence[str]) -> int:
     name, rest = argv[0], argv[1:]
     if name in PROCESS_MODULES:
         _become(PROCESS_MODULES[name], rest)
-    with interruptible_imports():
-        command = _command(name)
-    if command is None:
-        known = ", ".join([*PROCESS_MODULES, "serve", "complete", "chat", "status", "bench"])
+    if name not in COMMANDS:
+        known = ", ".join([*PROCESS_MODULES, *COMMANDS])
         print(f"kvrelay: there is no command {name!r}; there are {known}. Try `kvrelay --help`.", file=sys.stderr)
         return 2
+    with interruptible_imports():
+        command: Command = pkgutil.resolve_name(COMMANDS[name])
     return command(rest)
-
-
-def _command(name: str) -> Command | None:
-    """Imports a command only when it is called, so that `kvrelay --version` does not load gRPC."""
-    if name == "serve":
-        from kvrelay.cli.serve import serve
-
-        return serve
-    if name in ("complete", "chat", "status"):
-        from kvrelay.cli import client
-
-        commands: dict[str, Command] = {"complete": client.complete, "chat": client.chat, "status": client.status}
-        return commands[name]
-    if name == "bench":
-        from kvrelay.bench.command import bench
-
-        return bench
-    return None
 
 
 def _become(module: str, argv: Sequence[str]) -> NoReturn:
