@@ -16,12 +16,12 @@ import numpy as np
 from redis.exceptions import InvalidResponse
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
+from kv_connector.breaker import Attempt
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
-from kv_connector.store.breaker import Attempt
 from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, described
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
+from kv_connector.breaker import CircuitBreaker
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
@@ -24,13 +25,15 @@ from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
+_MIN_CONCLUSIVE_TIMEOUT = 1.0  # seconds; running out of less time than that says nothing about the holder
+_MOST_BREAKERS = 256  # of which the oldest gives way
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +47,21 @@ class _Open:
     holder: Holder
     peers: dict[str, Peer] = field(default_factory=dict)  # by endpoint
     fetches: set["_Fetch"] = field(default_factory=set)  # under way
+    breakers: dict[KVSource, CircuitBreaker] = field(default_factory=dict)  # of holders that have not answered since
     leaving: set["asyncio.Task[None]"] = field(default_factory=set)  # peers that are being closed
+
+    def peer(self, source: KVSource, key: bytes, stats: ConnectorStats) -> Peer:
+        _forget_deserted(self)
+        peer = self.peers.get(source.endpoint)
+        if peer is None:
+            peer = self.peers[source.endpoint] = Peer(source.endpoint, self.transport, self.shared.pool, key, stats)
+        return peer
+
+    def breaker(self, source: KVSource, clock: Clock) -> CircuitBreaker:
+        breaker = self.breakers.setdefault(source, CircuitBreaker(f"node {source.node_id}", clock))
+        while len(self.breakers) > _MOST_BREAKERS:
+            del self.breakers[next(iter(self.breakers))]
+        return breaker
 
 
 class UcxConnector:
@@ -54,7 +71,7 @@ class UcxConnector:
     name = "ucx"
     has_store = False
 
-    def __init__(self, settings: UcxSettings) -> None:
+    def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
         """Raises ConfigurationError when the cluster secret or the host is not usable."""
         self.stats = ConnectorStats()
         self._settings = settings
@@ -63,7 +80,7 @@ class UcxConnector:
             raise ConfigurationError(
                 "connector 'ucx' needs the address under which other nodes reach this one: set --ucx-host"
             )
-        self._clock = MonotonicClock()
+        self._clock: Clock = clock or MonotonicClock()
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -109,17 +126,7 @@ class UcxConnector:
         verdicts.found += [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
         state = self._require()
         if source is not None and blocks and timeout > 0:
-            _forget_deserted(state)
-            peer = state.peers.get(source.endpoint)
-            if peer is None:
-                peer = Peer(source.endpoint, state.transport, state.shared.pool, self._key, self.stats)
-                state.peers[source.endpoint] = peer
-            fetch = _Fetch(peer, source, blocks, verdicts.found, timeout)
-            state.fetches.add(fetch)
-            try:
-                await fetch.run()
-            finally:
-                state.fetches.discard(fetch)
+            await self._ask(state, source, blocks, verdicts.found, timeout)
         return verdicts.settle(source, self.stats, block_bytes=state.shared.pool.block_bytes)
 
     async def close(self) -> None:
@@ -135,6 +142,33 @@ class UcxConnector:
         await asyncio.gather(*state.leaving)
         state.transport.close()
         state.shared.pool.release()
+
+    async def _ask(
+        self, state: _Open, source: KVSource, blocks: Sequence[NamedBlock], verdicts: list[Verdict], timeout: float
+    ) -> None:
+        """Fills in the verdicts, unless the holder has failed several times in a row: one that the network does not
+        reach would otherwise cost every request a timeout."""
+        breaker = state.breaker(source, self._clock)
+        attempt = breaker.admit()
+        if attempt is None:
+            self.stats.skipped += len(blocks)
+            return
+        fetch = _Fetch(state.peer(source, self._key, self.stats), source, blocks, verdicts, timeout)
+        state.fetches.add(fetch)
+        try:
+            await fetch.run()
+        except BaseException:
+            breaker.abandoned(attempt)
+            raise
+        finally:
+            state.fetches.discard(fetch)
+        if fetch.answered:
+            breaker.succeeded()
+            state.breakers.pop(source, None)
+        elif fetch.expired and timeout < _MIN_CONCLUSIVE_TIMEOUT:
+            breaker.abandoned(attempt)
+        else:
+            breaker.failed(attempt)
 
     def _open(self, transport: Transport, pool: Payloads, epoch: int) -> None:
         shared = SharedPool(pool, epoch)
@@ -159,18 +193,25 @@ def _forget_deserted(state: _Open) -> None:
 
 
 class _Fetch:
-    """One call of `fetch`: its blocks in parts of one Ask each, which are sent over all lanes of the peer."""
+    """One call of `fetch`: its blocks in parts of one Ask each, which are sent over all lanes of the peer. `answered`:
+    the holder has answered an Ask, whatever it said."""
 
     def __init__(
         self, peer: Peer, source: KVSource, blocks: Sequence[NamedBlock], verdicts: list[Verdict], timeout: float
     ) -> None:
         self.peer = peer
+        self.answered = False
         self._source = source
         self._blocks = blocks
         self._verdicts = verdicts  # one per block, FAILED until there is an answer
         self._parts: Iterator[int] = iter(range(0, len(blocks), peer.blocks_per_ask))
         self._deadline = asyncio.timeout(timeout)
         self._over = asyncio.Event()
+
+    @property
+    def expired(self) -> bool:
+        """Tells whether the fetch has ended because its time was over."""
+        return self._deadline.expired()
 
     async def expire(self) -> None:
         """Ends the fetch now; blocks that have not arrived are FAILED."""
@@ -200,8 +241,9 @@ class _Fetch:
             try:
                 answer = await self.peer.ask(self._source, part)
             except (KVError, TimeoutError, OSError) as error:
-                _logger.warning("fetching from node %s failed: %s", self._source.node_id, error or "no answer")
+                _logger.warning("fetching from node %s failed: %s", self._source.node_id, str(error) or "no answer")
                 return
+            self.answered = True
             if isinstance(answer, Mismatch):
                 self._verdicts[:] = [answer] * len(self._blocks)
                 return

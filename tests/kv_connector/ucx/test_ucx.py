@@ -35,6 +35,7 @@ from tests.kv_connector.backends import (
 )
 from tests.kv_connector.owner_process import OwnerProcess
 from tests.kv_connector.ucx.owner import LARGE_LAYOUT, NUM_BLOCKS
+from tests.manual_clock import ManualClock
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 
@@ -132,6 +133,25 @@ async def test_a_stopped_holder_writes_nothing_later(child: OwnerProcess, peer: 
     assert again == (FETCHED,)  # behind whatever it had to send before
     np.frombuffer(peer.row(NUM_BLOCKS - 1), np.uint8)[:] = 0
     assert is_clear(peer) and peer.first_stats.quarantined == 0
+
+
+async def test_a_holder_that_never_answers_is_left_alone_for_a_while(child: OwnerProcess) -> None:
+    """Otherwise one that the network does not reach would cost every request a timeout."""
+    clock = ManualClock()
+    peer = Node(UcxConnector(UcxSettings(CLUSTER_SECRET), clock=clock), "peer", NUM_BLOCKS, LARGE_LAYOUT, EPOCH)
+
+    async def fetch(timeout: float) -> FetchOutcomes:
+        return await peer.connector.fetch(child.source, blocks(1), timeout=timeout)
+
+    child.signal(signal.SIGSTOP)
+    for timeout in (0.1, 1.0):  # the first is too short to say anything
+        assert await asyncio.gather(*(fetch(timeout) for _ in range(3))) == [(FAILED,)] * 3
+        assert peer.first_stats.skipped == 0
+    assert await asyncio.wait_for(fetch(60), 5) == (FAILED,) and peer.first_stats.skipped == 1
+    child.signal(signal.SIGCONT)
+    clock.seconds += 0.5
+    assert await fetch(30) == (FETCHED,) and peer.first_stats.skipped == 1
+    await peer.connector.close()
 
 
 async def test_one_slow_holder_does_not_hold_up_another(child: OwnerProcess) -> None:

@@ -1,4 +1,4 @@
-"""A circuit breaker: a server that keeps failing is left alone for a while and then tried once.
+"""A circuit breaker: a server or a peer that keeps failing is left alone for a while and then tried once.
 
 Closed, it admits every attempt. After `threshold` failures in a row it opens and admits none until a wait is over, then
 one (half open). If that fails, the next wait is twice as long; the actual one is drawn between half and all of it. A
@@ -20,7 +20,7 @@ Attempt = NewType("Attempt", object)
 
 
 class CircuitBreaker:
-    """The breaker of one server, used from one loop. `name` is for the log."""
+    """The breaker of one server or peer, used from one loop. `name` is for the log."""
 
     def __init__(self, name: str, clock: Clock, *, threshold: int = 3) -> None:
         self._name = name
