@@ -14,8 +14,8 @@ MAX_SOURCES = 4
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What a policy knows of a request. `number` counts the placements of this router; `num_outputs` is the
-    request's n."""
+    """What a policy knows of a request. `number` counts the placements of this router, or its refills; `num_outputs` is
+    the request's n."""
 
     number: int
     num_prompt_tokens: int

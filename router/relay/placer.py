@@ -51,6 +51,9 @@ class Placer:
         for node in registry.decode:
             node.on_lost = self._decode_clients[node.address].lose
         self._numbers = itertools.count()  # numbers placements
+        # Numbers refills, which would otherwise take the turns of other nodes: with two prefill nodes, one whose blocks
+        # arrive nowhere would get every request that comes after its own refill.
+        self._refill_numbers = itertools.count()
 
     async def close(self) -> None:
         """Closes the clients of the nodes."""
@@ -71,7 +74,7 @@ class Placer:
                 f"outputs of {node_request.max_num_tokens} tokens, prompt included"
                 + ("" if last_resort else " and that it has not lost")
             )
-        facts, held = self._facts(node_request)
+        facts, held = self._facts(node_request, next(self._numbers))
         placement = self._policy.choose(facts, _candidates(usable, held))
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
         decode = _resolved(self._decode_clients, placement.decode, placement.decode_sources, facts, usable, held)
@@ -85,7 +88,7 @@ class Placer:
     ) -> PrefillPlacement | None:
         """Implements `Place.refill`."""
         usable = self._usable(node_request, lost)
-        facts, held = self._facts(node_request)
+        facts, held = self._facts(node_request, next(self._refill_numbers))
         refill = self._policy.refill(facts, _candidates(usable, held), num_missing_tokens)
         if refill is None:
             return None
@@ -111,10 +114,10 @@ class Placer:
             if node.source not in lost
         }
 
-    def _facts(self, node_request: NodeRequest) -> tuple[RequestFacts, dict[str, int]]:
+    def _facts(self, node_request: NodeRequest, number: int) -> tuple[RequestFacts, dict[str, int]]:
         """Returns what the policy has to know of the request, and how many of its leading blocks each node holds."""
         block_size = node_request.kv_namespace.block_size
-        facts = RequestFacts(next(self._numbers), len(node_request.token_ids), node_request.sampling.n, block_size)
+        facts = RequestFacts(number, len(node_request.token_ids), node_request.sampling.n, block_size)
         return facts, self._registry.index.leading(_names(node_request))
 
 

@@ -132,6 +132,19 @@ async def test_a_node_that_was_lost_is_no_last_resort_while_another_lives() -> N
         other.num_sequences = 0
 
 
+async def test_a_refill_takes_no_nodes_turn() -> None:
+    """Otherwise one of two nodes, whose blocks do not arrive, would get all requests, since each has a refill."""
+    async with cluster(num_prefill_nodes=2) as nodes:
+        chosen = []
+        for _ in range(4):
+            placement = nodes.placer.place(NODE_REQUEST, lost=set(), last_resort=False)
+            assert placement.prefill is not None
+            refill = nodes.placer.refill(NODE_REQUEST, lost={placement.prefill.source}, num_missing_tokens=10)
+            assert refill is not None and refill.node is not placement.prefill.node
+            chosen.append(placement.prefill.source.node_id)
+        assert chosen == ["prefill-0", "prefill-1"] * 2
+
+
 async def test_blocks_of_another_salt_are_not_found() -> None:
     async with decode_node_holds_the_prompt() as nodes:
         request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), NAMESPACE, timeout=60.0, cache_salt=b"tenant")
