@@ -45,6 +45,9 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 FLOW_WINDOW_BYTES = 1024 * 1024
+# Calls that have arrived and that the loop has not looked at yet. gRPC cancels further ones, by default some of those
+# beyond a thousand, and the client cannot tell why; a router refuses what is too much for it in its own words.
+MAX_PENDING_CALLS = 10_000
 RECONNECT_SECONDS = 0.5  # longest wait between two attempts to reach a process: requests may wait for it
 CONNECT_SECONDS = 2.0  # longest attempt: it takes two round trips, maybe to a host that is busy
 RETRY_DELAY_SECONDS = 1
@@ -111,6 +114,8 @@ def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     return [
         *_shared_options(max_request_bytes),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", 0),
     ]
 

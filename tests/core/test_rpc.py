@@ -258,6 +258,20 @@ async def test_a_connection_may_take_longer_than_the_wait_for_the_next() -> None
         await asyncio.wait_for(given_up.wait(), 10)
 
 
+async def test_calls_that_arrive_while_the_loop_is_busy_are_all_answered() -> None:
+    """gRPC would cancel some of those beyond a thousand, at random and without a word of ours."""
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(FailingRouter(OverloadedError("full")), server)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        await asyncio.to_thread(grpc.channel_ready_future(channel).result, timeout=10)
+        calls = [stub.Generate.future(router_pb2.GenerateRequest()) for _ in range(1500)]
+        codes = await asyncio.to_thread(lambda: {call.code() for call in calls})
+    await server.stop(None)
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
 async def test_an_unknown_method_is_unimplemented() -> None:
     async with serving(FailingRouter(None)) as channel:
         call: Any = channel.unary_unary("/kvrelay.v1.Router/Nothing")
