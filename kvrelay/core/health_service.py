@@ -34,6 +34,14 @@ class HealthService(health.aio.HealthServicer):
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
 
+    async def List(self, request: Any, context: Any) -> Any:
+        """Returns the latest status of each service. grpcio's own service lacks this method of the standard, and fails
+        with a traceback when it is called."""
+        answer = health_pb2.HealthListResponse()  # type: ignore[attr-defined]  # its stubs are older
+        for service, status in self._statuses.items():
+            answer.statuses[service].status = status
+        return answer
+
     async def set(self, service: str, status: int) -> None:
         await super().set(service, status)
         self._statuses[service] = status

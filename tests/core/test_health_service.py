@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.core.health_service import HealthService
 from kvrelay.core.rpc import (
+    WHOLE_SERVER,
     ErrorInterceptor,
     add_health_and_reflection,
     channel_options,
@@ -69,6 +70,19 @@ async def test_a_watcher_is_told_each_change(server: tuple[HealthService, int]) 
             await set_serving(servicer, [SERVICE], serving=serving)
             assert ((await call.read()).status == health_pb2.HealthCheckResponse.SERVING) is serving
         call.cancel()
+
+
+async def test_all_services_are_listed(server: tuple[HealthService, int]) -> None:
+    servicer, port = server
+    await set_serving(servicer, [SERVICE], serving=False)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.List(health_pb2.HealthListRequest(), timeout=PATIENCE)  # type: ignore[attr-defined]
+    statuses = {service: entry.status for service, entry in answer.statuses.items()}
+    assert statuses == {
+        WHOLE_SERVER: health_pb2.HealthCheckResponse.SERVING,
+        SERVICE: health_pb2.HealthCheckResponse.NOT_SERVING,
+    }
 
 
 async def test_a_watcher_that_takes_nothing_holds_up_no_change(server: tuple[HealthService, int]) -> None:
