@@ -104,11 +104,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         with self._edge.counting_errors():
             match request.WhichOneof("input"):
                 case "text":
-                    prompt: Prompt = TextPrompt(request.text, add_special_tokens)
+                    prompt: Prompt = TextPrompt(request.text, add_special_tokens, field="text")
                 case "chat":
                     prompt = _chat_prompt(request.chat)
                 case _:
-                    raise InvalidRequestError("text or chat is required", field="input")
+                    raise InvalidRequestError("text or chat is required", field="text")
         token_ids, max_model_len = await self._edge.tokenize(prompt, request.model or None)
         return router_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
 
@@ -170,7 +170,7 @@ def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) 
         case "prompt":
             prompt: Prompt = TextPrompt(request.prompt)
         case "prompt_token_ids":
-            prompt = TokenPrompt(request.prompt_token_ids.ids)
+            prompt = TokenPrompt(request.prompt_token_ids.ids, field="prompt_token_ids")
         case "chat":
             prompt = _chat_prompt(request.chat)
         case _:

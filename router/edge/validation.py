@@ -30,13 +30,17 @@ MAX_CHARS_PER_TOKEN = 128
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
+    """A text. `field` is the client's name for it, here as for the other prompts."""
+
     text: str
     add_special_tokens: bool = True
+    field: str = "prompt"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     token_ids: Sequence[int]
+    field: str = "prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class ChatPrompt:
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] | None = None
+    field: str = "messages"
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -106,20 +111,18 @@ class RequestValidator:
 
     async def token_ids(self, prompt: Prompt, model: ServedModel) -> Sequence[int]:
         """Returns the prompt's tokens, at least one and all in the vocabulary. Raises InvalidRequestError otherwise."""
+        field = prompt.field
         if isinstance(prompt, TokenPrompt):
-            field = "prompt"
             room_for_output(len(prompt.token_ids), model.max_model_len, field=field)  # before the values are checked
             token_ids = prompt.token_ids[:]  # a list is read faster than protobuf's container
         elif isinstance(prompt, TextPrompt):
-            field = "prompt"
             if not prompt.text:
-                raise InvalidRequestError("prompt must not be empty", field=field)
+                raise InvalidRequestError(f"{field} must not be empty", field=field)
             _check_chars(prompt.text, field, model)
             token_ids = await self._tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
         else:
-            field = "messages"
             if not prompt.messages:
-                raise InvalidRequestError("messages must not be empty", field=field)
+                raise InvalidRequestError(f"{field} must not be empty", field=field)
             _check_template_kwargs(prompt.template_kwargs)
             text = await self._tokenizer.render_chat(
                 prompt.messages,
@@ -141,10 +144,9 @@ def _max_tokens(client: ClientRequest, num_prompt_tokens: int, max_model_len: in
     """Returns the `max_tokens` that the client wants or gets by default. Raises InvalidRequestError if the model's
     length does not allow it."""
     wanted, field = client.max_tokens, client.max_tokens_field
-    is_chat = isinstance(client.prompt, ChatPrompt)
-    room = room_for_output(num_prompt_tokens, max_model_len, field="messages" if is_chat else "prompt")
+    room = room_for_output(num_prompt_tokens, max_model_len, field=client.prompt.field)
     if wanted is None:
-        return room if is_chat else min(DEFAULT_COMPLETION_TOKENS, room)
+        return room if isinstance(client.prompt, ChatPrompt) else min(DEFAULT_COMPLETION_TOKENS, room)
     if wanted < 1:
         raise InvalidRequestError(f"{field} must be at least 1, got {wanted}", field=field)
     if wanted > room:

@@ -183,8 +183,9 @@ async def test_tokenize_and_detokenize_are_inverse_and_the_model_is_listed(stub:
     [
         (router_pb2.GenerateRequest(), "prompt"),
         (router_pb2.GenerateRequest(prompt=""), "prompt"),
-        (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds()), "prompt"),
-        (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds(ids=[2**32 - 1])), "prompt"),
+        (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds()), "prompt_token_ids"),
+        (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds(ids=[2**32 - 1])), "prompt_token_ids"),
+        (router_pb2.GenerateRequest(prompt_token_ids=router_pb2.TokenIds(ids=[5] * MAX_MODEL_LEN)), "prompt_token_ids"),
         (router_pb2.GenerateRequest(prompt="x", max_tokens=-1), "max_tokens"),
         (router_pb2.GenerateRequest(prompt="x", max_tokens=0), "max_tokens"),
         (router_pb2.GenerateRequest(prompt="x", top_k=-5), "top_k"),
@@ -208,6 +209,23 @@ async def test_bad_input_names_its_field_and_the_next_request_works(
     assert isinstance(error, InvalidRequestError)
     assert error.field == field
     assert (await stub.Generate(prompt())).outputs[0].text == REPLY
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (router_pb2.TokenizeRequest(), "text"),
+        (router_pb2.TokenizeRequest(text=""), "text"),
+        (router_pb2.TokenizeRequest(text="x" * 2_000_000), "text"),
+        (router_pb2.TokenizeRequest(chat=router_pb2.ChatMessages()), "messages"),
+    ],
+)
+async def test_what_cannot_be_tokenised_has_its_field_named(
+    stub: Stub, request_: router_pb2.TokenizeRequest, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
+        await stub.Tokenize(request_)
+    assert cast(InvalidRequestError, error_from_rpc(caught.value)).field == field
 
 
 async def test_a_token_id_outside_the_vocabulary_is_not_detokenized(stub: Stub, relay: ScriptedRelay) -> None:
