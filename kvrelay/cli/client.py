@@ -21,7 +21,7 @@ from kvrelay.core.rpc import DETAILS_KEY, WITHOUT_PROXY
 from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
-ROUTER_SERVICE = "kvrelay.v1.Router"
+ROUTER_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 
 
 class ClientSettings(ProcessSettings):

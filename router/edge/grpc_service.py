@@ -30,7 +30,7 @@ from router.edge.validation import (
 )
 from router.request import KVOrigins, RequestTrace, RoutedRequest
 
-SERVICE_NAME = "kvrelay.v1.Router"
+SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 MAX_REQUEST_ID_CHARS = 128
 
 # Typed as Any because the stubs of `HasField` accept only literals.
