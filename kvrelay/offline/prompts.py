@@ -24,11 +24,12 @@ def prompts_of(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
     """Returns a list of prompts, whether one or several were given. Raises InvalidRequestError."""
     if isinstance(given, str | Mapping):
         return [_prompt(given, 0)]
-    if not _is_list(given):
+    items = _unpacked(given)
+    if not _is_list(items):
         raise InvalidRequestError(f"prompts must be a prompt or a list of them, got {given!r}", field="prompts")
-    if len(given) and all(isinstance(item, Integral) for item in given):
-        return [_prompt(given, 0)]
-    return [_prompt(item, number) for number, item in enumerate(given)]
+    if len(items) and all(isinstance(item, Integral) for item in items):
+        return [_prompt(items, 0)]
+    return [_prompt(item, number) for number, item in enumerate(items)]
 
 
 def _prompt(given: object, number: int) -> str | list[int]:
@@ -44,13 +45,19 @@ def _prompt(given: object, number: int) -> str | list[int]:
             raise InvalidRequestError(f"prompt {number}: {name} has the wrong type", field="prompts")
     if isinstance(given, str):
         return given
+    given = _unpacked(given)
     if _is_list(given) and all(isinstance(item, Integral) and not isinstance(item, bool) for item in given):
         return [int(item) for item in given]
     raise InvalidRequestError(f"prompt {number} is neither a text nor a list of token ids", field="prompts")
 
 
+def _unpacked(value: object) -> object:
+    """Returns an array of numpy or a tensor of torch as lists of Python's own values, anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Tells whether a value is a list, a tuple or an array, as numpy has them. The items of bytes are integers, too."""
+    """Tells whether a value is a list, a tuple or something like them. The items of bytes are integers, too."""
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, bytes | bytearray)
 
 
@@ -68,7 +75,8 @@ def conversations_of(given: Sequence[Message] | Sequence[Sequence[Message]]) -> 
 def chat_messages(given: Sequence[Message]) -> list[ChatMessage]:
     """Returns roles and texts. Raises InvalidRequestError."""
     messages: list[ChatMessage] = []
-    if isinstance(given, str) or not given or not all(isinstance(message, Mapping) for message in given):
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not given or not all(isinstance(message, Mapping) for message in given):
         raise InvalidRequestError(f"{_MESSAGES}, got {given!r}", field="messages")
     for number, message in enumerate(given):
         if not isinstance(message.get("role"), str):

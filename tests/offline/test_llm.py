@@ -191,6 +191,8 @@ def test_a_message_may_have_parts_and_a_system_message_be_called_developer(llm: 
     [
         ("hello", "messages must be a list of messages"),
         (["hello"], "messages must be a list of messages"),
+        ([object()], "prompt 0: messages must be a list of messages"),
+        ([iter([{"role": "user", "content": "hello"}])], "prompt 0: messages must be a list of messages"),
         ([[]], "prompt 0: messages must be a list of messages"),
         ([[{"role": "user", "content": "hello"}], [{"role": "user"}]], r"prompt 1: messages\[0\]: content must be"),
         ([[{"role": "user", "content": "hello"}], [{"role": "no", "content": ""}]], "prompt 1: the chat template refu"),
@@ -216,8 +218,10 @@ def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
     assert len(result.outputs[0].token_ids) == 4
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array, lambda ids: {"prompt_token_ids": ids}])
-def test_token_ids_may_be_a_list_a_tuple_an_array_or_in_a_mapping(llm: LLM, form: Callable[[list[int]], Any]) -> None:
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor, lambda ids: {"prompt_token_ids": ids}])
+def test_token_ids_may_be_a_list_a_tuple_an_array_a_tensor_or_in_a_mapping(
+    llm: LLM, form: Callable[[list[int]], Any]
+) -> None:
     token_ids = some_token_ids(9, seed=6)
     [expected] = llm.generate([token_ids], GREEDY, progress=False)
     for prompts in (form(token_ids), [form(token_ids)]):
@@ -247,6 +251,8 @@ def test_token_ids_may_be_a_list_a_tuple_an_array_or_in_a_mapping(llm: LLM, form
         ("one", SamplingParams(ignore_eos="no"), "prompt 0: ignore_eos must be true or false, got 'no'"),  # type: ignore[arg-type]
         (None, GREEDY, "prompts must be a prompt or a list of them, got None"),
         (b"fine", GREEDY, "prompts must be a prompt or a list of them, got b'fine'"),
+        (np.array(5), GREEDY, r"prompts must be a prompt or a list of them, got array\(5\)"),
+        (["fine", torch.tensor(5)], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
         ("one", replace(GREEDY, logprobs=True), "prompt 0: logprobs must be an integer or None, got True"),
         ("one", {"max_tokens": 5}, "sampling_params must be a SamplingParams or a list of them, got {"),
         (["one", "two"], [GREEDY, None], "sampling_params must be a SamplingParams or a list of them"),
