@@ -238,10 +238,12 @@ class LLM:
 def _per_prompt(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
-    if not (isinstance(given, Sequence) and all(isinstance(one, SamplingParams) for one in given)):
-        raise InvalidRequestError(
-            f"sampling_params must be a SamplingParams or a list of them, got {given!r}", field="sampling_params"
-        )
+    wanted = "sampling_params must be a SamplingParams or a list of them"
+    if not isinstance(given, Sequence):
+        raise InvalidRequestError(f"{wanted}, got {given!r}", field="sampling_params")
+    for number, one in enumerate(given):
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequestError(f"{wanted}, got {one!r} for prompt {number}", field="sampling_params")
     if len(given) != count:
         raise InvalidRequestError(f"{len(given)} sampling_params for {count} prompts", field="sampling_params")
     return list(given)

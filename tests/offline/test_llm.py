@@ -255,7 +255,7 @@ def test_token_ids_may_be_a_list_a_tuple_an_array_a_tensor_or_in_a_mapping(
         (["fine", torch.tensor(5)], GREEDY, "prompt 1 is neither a text nor a list of token ids"),
         ("one", replace(GREEDY, logprobs=True), "prompt 0: logprobs must be an integer or None, got True"),
         ("one", {"max_tokens": 5}, "sampling_params must be a SamplingParams or a list of them, got {"),
-        (["one", "two"], [GREEDY, None], "sampling_params must be a SamplingParams or a list of them"),
+        (["one", "two"], [GREEDY, None], "sampling_params must be .* or a list of them, got None for prompt 1$"),
         ([[5] * 100_000], GREEDY, "prompt 0 has 100000 tokens"),
         (["one", "two"], [GREEDY], "1 sampling_params for 2 prompts"),
         (["one"], replace(GREEDY, n=9), r"prompt 0: n is 9, but at most 8 .*\(max_num_seqs\)"),
