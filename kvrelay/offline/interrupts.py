@@ -13,26 +13,27 @@ from types import FrameType
 
 @contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Holds back Ctrl-C and yields a function that raises KeyboardInterrupt if one came; so does the end of the context
-    unless it raises something else. Changes nothing in a thread that gets no signals, and where the program has a
-    handler of its own."""
-    came = False
+    """Holds back Ctrl-C and yields a function that calls the program's handler for each that came: Python's own raises
+    KeyboardInterrupt, and so does asyncio's for the second. The end of the context calls it, too, unless it raises
+    something else. Changes nothing in a thread that gets no signals, and where no function handles Ctrl-C."""
+    came: list[FrameType | None] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        came.append(frame)
 
-    def check() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    handled_here = threading.current_thread() is threading.main_thread()
-    if not handled_here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield check
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
         return
+
+    def call_handler() -> None:
+        while came:
+            handler(signal.SIGINT, came.pop(0))
+
     signal.signal(signal.SIGINT, note)
     try:
-        yield check
+        yield call_handler
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    check()
+        if signal.getsignal(signal.SIGINT) is note:  # the handler may have put another in its place
+            signal.signal(signal.SIGINT, handler)
+    call_handler()

@@ -168,11 +168,11 @@ class LLM:
             PendingRequest(text, tuple(token_ids), self._checked(one, len(token_ids), number), self.tokenizer)
             for number, (text, token_ids, one) in enumerate(zip(texts, encoded, sampling, strict=True))
         ]
-        with interrupts_held() as raise_interrupt:
+        with interrupts_held() as handle_interrupts:
             if not self._in_use.acquire(blocking=False):
                 raise KVRelayError("this LLM runs another batch: use it from one thread at a time")
             try:
-                self._run(pending, raise_interrupt, progress=progress)
+                self._run(pending, handle_interrupts, progress=progress)
             finally:
                 self._in_use.release()
         return [one.result() for one in pending]
@@ -189,7 +189,7 @@ class LLM:
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
-    def _run(self, pending: Sequence[PendingRequest], raise_interrupt: Callable[[], None], *, progress: bool) -> None:
+    def _run(self, pending: Sequence[PendingRequest], handle_interrupts: Callable[[], None], *, progress: bool) -> None:
         batch = next(self._batches)
         under_way = {f"{batch}.{number}": one for number, one in enumerate(pending)}
         bar = tqdm(total=len(pending), desc="generating", unit=" prompts", disable=not progress, dynamic_ncols=True)
@@ -198,7 +198,7 @@ class LLM:
             for request_id, one in under_way.items():
                 self._engine.add(EngineRequest(request_id, one.prompt_token_ids, one.sampling))
             while under_way:
-                raise_interrupt()
+                handle_interrupts()
                 result, busy = self._engine.step()
                 assert result is not None or busy, "requests are left, but no step changes anything"
                 if result is None:

@@ -1,7 +1,9 @@
 """Ctrl-C while a batch runs: it ends the batch, leaves nothing behind, and the next batch is right."""
 
+import asyncio
 import signal
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
@@ -99,3 +101,45 @@ def test_a_program_that_handles_interrupts_itself_keeps_its_handler(llm: LLM, mo
     finally:
         signal.signal(signal.SIGINT, before)
     assert set(came) == {signal.SIGINT}
+
+
+def test_a_handler_that_raises_waits_until_the_step_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of asyncio raises KeyboardInterrupt at the second Ctrl-C."""
+    pool = llm._engine.pool
+    allocate = pool.allocate
+
+    def interrupted(count: int) -> list[int] | None:
+        block_ids = allocate(count)
+        signal.raise_signal(signal.SIGINT)
+        return block_ids
+
+    async def program() -> None:
+        llm.generate(PROMPTS, GREEDY, progress=False)
+
+    monkeypatch.setattr(pool, "allocate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(program())
+
+
+def test_a_handler_may_put_another_in_its_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many programs ignore the first Ctrl-C, and let the second one end them."""
+    step = llm._engine.step
+
+    def second(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    def first(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, second)
+
+    def interrupted() -> tuple[StepResult | None, bool]:
+        monkeypatch.setattr(llm._engine, "step", step)
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        assert llm.generate(PROMPTS[0], GREEDY, progress=False)
+        assert signal.getsignal(signal.SIGINT) is second
+    finally:
+        signal.signal(signal.SIGINT, before)
