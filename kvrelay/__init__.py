@@ -44,7 +44,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> object:
+def _imported(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -54,3 +54,11 @@ def __getattr__(name: str) -> object:
             raise  # a broken package, or a file of the caller that has the name of one
         raise ImportError(f"{name} needs {error.name}: pip install 'kvrelay[engine]'") from error
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # with it, type checkers would believe that every name exists
+    __getattr__ = _imported

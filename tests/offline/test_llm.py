@@ -14,6 +14,7 @@ import pytest
 import torch
 from paged_kernels.cpu.threads import num_threads, threads_kept
 
+import kvrelay
 from bench.random_model import PAD_TOKEN, PAD_TOKEN_ID, write_byte_tokenizer
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, ModelLoadError
@@ -322,6 +323,12 @@ def test_a_bar_shows_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr()
     assert "3/3" in shown.err and "output tokens/s" in shown.err
     assert shown.out == ""
+
+
+def test_the_package_lists_its_names_and_knows_no_others() -> None:
+    assert set(kvrelay.__all__) <= set(dir(kvrelay))
+    with pytest.raises(AttributeError, match="module 'kvrelay' has no attribute 'SamplingParam'"):
+        _ = kvrelay.SamplingParam  # type: ignore[attr-defined]  # mypy reports an ignore that it does not need
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
