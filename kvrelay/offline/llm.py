@@ -30,6 +30,7 @@ from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import prepare_engine
+from kvrelay.offline.default_device import host_by_default
 from kvrelay.offline.interrupts import interrupts_held
 from kvrelay.offline.prompts import Message, Prompt, chat_messages, conversations_of, prompts_of
 from kvrelay.offline.request_output import PendingRequest, RequestOutput
@@ -87,11 +88,12 @@ class LLM:
             max_num_mixed_tokens=max_num_mixed_tokens,
         )
         self.tokenizer = Tokenizer.load(options.model)
-        prepared = prepare_engine(options)
+        with host_by_default():
+            prepared = prepare_engine(options)
+            kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
+            self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self.max_model_len = prepared.size.max_model_len
         self.vocab_size = prepared.loaded.config.vocab_size
-        kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
-        self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self._max_num_seqs = prepared.options.max_num_seqs
         self._in_use = threading.Lock()
         self._batches = itertools.count()  # late results of an interrupted batch must not count for the next
@@ -172,7 +174,8 @@ class LLM:
             if not self._in_use.acquire(blocking=False):
                 raise KVRelayError("this LLM runs another batch: use it from one thread at a time")
             try:
-                self._run(pending, handle_interrupts, progress=progress)
+                with host_by_default():
+                    self._run(pending, handle_interrupts, progress=progress)
             finally:
                 self._in_use.release()
         return [one.result() for one in pending]
