@@ -40,12 +40,14 @@ PeerT = TypeVar("PeerT", bound=MappedPeer)
 
 
 class MappedPeers(Generic[PeerT]):
-    """The mapped peers. `open_peer`, called on the connector's `thread`, maps a peer or returns why it cannot."""
+    """The mapped peers. `open_peer`, called on the connector's `thread`, maps a peer or returns why it cannot; it
+    raises FileNotFoundError if the peer's segment is not here."""
 
     def __init__(self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions) -> None:
         self._open_peer = open_peer
         self._thread = thread
         self._peers: dict[str, PeerT] = {}  # an endpoint names the epoch
+        self._absent: set[str] = set()  # endpoints of which the log has said that their segment is not here
         self._checking: asyncio.Task[None] | None = None
 
     def get(self, source: KVSource) -> PeerT | Verdict:
@@ -53,7 +55,17 @@ class MappedPeers(Generic[PeerT]):
         self._forget_dead()
         if source.endpoint in self._peers:
             return self._peers[source.endpoint]
-        opened = self._open_peer(source)
+        try:
+            opened = self._open_peer(source)
+        except FileNotFoundError as error:
+            if source.endpoint not in self._absent:
+                self._absent.add(source.endpoint)
+                _logger.warning(
+                    "node %s is on this host, but there is no %s: unless it has ended, let both see the same "
+                    "--shared-memory-dir",
+                    source.node_id, error.filename,
+                )  # fmt: skip
+            return FetchOutcome.FAILED
         if not isinstance(opened, FetchOutcome | Mismatch):
             self._peers[source.endpoint] = opened
         return opened
@@ -83,11 +95,11 @@ class MappedPeers(Generic[PeerT]):
 
 
 def open_segment(directory: Path, source: KVSource, *, on_device: bool = False) -> PeerSegment | Verdict:
-    """Returns the segment of a living node, or why there is none."""
+    """Returns the segment of a living node, or why there is none. Raises FileNotFoundError if its file is not here."""
     try:
         segment = PeerSegment(directory, source.endpoint, on_device=on_device)
     except FileNotFoundError:
-        return FetchOutcome.FAILED
+        raise  # `MappedPeers` says it once of each peer
     except (OSError, KVError) as error:
         _logger.warning("cannot use the segment of node %s: %s", source.node_id, error)
         return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
