@@ -29,7 +29,11 @@ def difference(found: NodeDescription, expected: NodeDescription) -> str | None:
     ours, theirs = found.kv_namespace, expected.kv_namespace
     fields: tuple[tuple[str, object, object], ...] = (
         ("KV dtype", ours.kv_dtype, theirs.kv_dtype),  # before the fingerprint, which depends on it and explains less
-        ("model fingerprint", ours.model_fingerprint.hex()[:16], theirs.model_fingerprint.hex()[:16]),
+        (
+            "model fingerprint (of the weights, config.json, --dtype and --quantization)",
+            ours.model_fingerprint.hex()[:16],
+            theirs.model_fingerprint.hex()[:16],
+        ),
         ("block size", ours.block_size, theirs.block_size),
         ("KV layout", ours.layout_id, theirs.layout_id),
         ("vocabulary size", found.vocab_size, expected.vocab_size),

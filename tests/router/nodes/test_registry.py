@@ -202,7 +202,7 @@ async def test_an_epoch_that_changes_within_a_stream_is_asked_about() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_fingerprint": b"\x02" * 32}, "model fingerprint is 0202020202020202, not 0101010101010101"),
+        ({"model_fingerprint": b"\x02" * 32}, "--dtype and --quantization) is 0202020202020202, not 0101010101010101"),
         ({"kv_dtype": "bfloat16"}, "KV dtype is bfloat16, not float32"),
         ({"block_size": 32}, "block size is 32, not 4"),
         ({"layout_id": "other"}, "KV layout is other, not test-layout"),
