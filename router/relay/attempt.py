@@ -153,6 +153,13 @@ class Attempt:
             self._wire_id, self._node_request, self._prefill.sources, timeout=timeout, sink=sink
         )
 
+    @property
+    def awaited(self) -> str:
+        """Returns which node the outputs wait for, and for what, as part of a sentence."""
+        if self._prefill is not None and not self._has_first_tokens:
+            return f"prefill node {self._prefill.source.node_id} to prefill"
+        return f"decode node {self.decode_node} to {'go on' if self._decoded else 'begin'}"
+
     def finish(self, index: int) -> None:
         """Marks an output as one of which the client needs no more."""
         self.unfinished.discard(index)

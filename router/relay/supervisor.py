@@ -87,6 +87,13 @@ class _Share:
     attempt: Attempt | None = None
     wait: asyncio.TimerHandle | None = None
 
+    @property
+    def awaited(self) -> str:
+        """Returns what the outputs wait for, as part of a sentence."""
+        if self.attempt is None or self.attempt.closed:
+            return "a decode node to go on at"
+        return self.attempt.awaited
+
     def forgive_losses(self, *, are_first: bool) -> None:
         """Forgets the losses that new tokens show to be no fault of the request. `are_first`: a prefill node has
         sampled them, which does not show that a decode node survives the request."""
@@ -322,9 +329,10 @@ class RequestSupervisor:
     def _start(self, share: _Share, node_request: NodeRequest, placement: ResolvedPlacement) -> None:
         suffix = f".{self._num_attempts}" if self._num_attempts else ""
         self._num_attempts += 1
-        attempt = share.attempt = Attempt(
-            node_request, f"{self._wire_id}{suffix}", placement, self._tally, place_refill=self._refill
-        )
+        wire_id = f"{self._wire_id}{suffix}"
+        attempt = share.attempt = Attempt(node_request, wire_id, placement, self._tally, place_refill=self._refill)
+        nodes = [node.source.node_id for node in (placement.prefill, placement.decode) if node is not None]
+        _logger.debug("request %s: placed at %s", wire_id, " and ".join(nodes))
 
         def sink(event: AttemptEvent) -> None:
             self._inbox.put_nowait(partial(self._on_event, share, attempt, event))
@@ -336,17 +344,27 @@ class RequestSupervisor:
     ) -> PrefillPlacement | None:
         return self._place.refill(node_request, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
 
+    def _on_deadline(self) -> None:
+        """Ends the request because its time is over, and says in the log what it waited for."""
+        unfinished = (share for share in self._shares if self._unfinished.intersection(share.choices))
+        awaited = " and ".join(dict.fromkeys(share.awaited for share in unfinished))
+        if not self._inbox.empty():  # what the shares wait for may be in it
+            awaited = "its client, or this router, to take what the nodes have sent"
+        error = DeadlineError(
+            f"the request took longer than {self._request.timeout:g} seconds; it waited for {awaited}"
+        )
+        _logger.info("request %s: %s", self._wire_id, error)
+        self.abort(error)
+
     # -- opening and closing -------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         """Places all outputs. Raises UnavailableError if no decode node is live: a new request does not wait for
         one."""
-        timeout = self._request.timeout
         share = _Share(tuple(self._tokens), Backoff(random=self._random))
         node_request = self._node_request(share.choices, is_replay=False)
         placement = self._place.place(node_request, lost=self._lost, last_resort=False)
-        error = DeadlineError(f"the request took longer than {timeout:g} seconds")
-        self._deadline = asyncio.get_running_loop().call_later(timeout, self.abort, error)
+        self._deadline = asyncio.get_running_loop().call_later(self._request.timeout, self._on_deadline)
         self._shares.append(share)
         self._start(share, node_request, placement)
 

@@ -1,6 +1,7 @@
 """The life of a request: order, failures, and that nothing is left. The test decides each answer of the nodes."""
 
 import asyncio
+import logging
 from contextlib import aclosing
 
 import grpc
@@ -23,8 +24,8 @@ from kvrelay.v1 import decode_node_pb2
 from router.relay.attempt import Loss
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from router.relay.supervisor import _Share
-from tests.router.routed import a_request, assert_idle, expire, give_up, opened, take, take_trace
-from tests.router.scripted_nodes import cluster, soon, token
+from tests.router.routed import a_request, assert_idle, begun, expire, give_up, opened, take, take_trace
+from tests.router.scripted_nodes import cluster, soon, token, until
 
 
 async def test_tokens_come_before_the_transfer_and_the_lease_goes_after_it() -> None:
@@ -266,17 +267,40 @@ async def test_a_decode_node_of_a_newer_protocol_is_understood_as_far_as_possibl
             await second
 
 
-async def test_the_deadline_of_a_request_ends_both_legs() -> None:
+async def test_the_deadline_of_a_request_ends_both_legs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, call, wire_id = await opened(nodes, events)
         call.publish(1)
         await nodes.decode.pull()  # so that the lease is known
         expire(nodes)
-        with pytest.raises(DeadlineError):
+        message = "the request took longer than 60 seconds; it waited for prefill node prefill-0 to prefill"
+        with pytest.raises(DeadlineError, match=message):
             await first
+        assert f"request {wire_id}: {message}" in caplog.text
+        assert f"request {wire_id}: placed at prefill-0 and decode-0" in caplog.text
         assert await nodes.decode.aborted() == wire_id
         assert await soon(nodes.prefill.released) == ("lease",)
         await call.over.wait()
+
+
+async def test_a_deadline_names_the_decode_node_that_was_waited_for() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        _, wire_id = await begun(nodes, events, token(7))
+        nodes.decode.tokens(wire_id, token(8))
+        assert await take(events) == token(8)
+        last = asyncio.create_task(take(events))
+        [run] = nodes.relay._running.values()
+        await until(run._inbox.empty)  # what the nodes have sent so far is handled
+        expire(nodes)
+        with pytest.raises(DeadlineError, match="it waited for decode node decode-0 to go on"):
+            await last
+    async with cluster(local_prefill_max_tokens=64) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first = asyncio.create_task(take(events))
+        await nodes.decode.admit()
+        expire(nodes)
+        with pytest.raises(DeadlineError, match="it waited for decode node decode-0 to begin"):
+            await first
 
 
 async def test_abort_ends_the_request_for_its_consumer() -> None:
@@ -344,12 +368,16 @@ async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -
         call.finish(token(7))
         assert await first == token(7)
         await nodes.decode.started()
+        nodes.decode.tokens(wire_id, token(8))
+        [run] = nodes.relay._running.values()
+        await until(lambda: not run._inbox.empty())
         expire(nodes)
         assert await nodes.decode.aborted() == wire_id
         assert await soon(nodes.prefill.released) == ("lease",)
         assert_idle(nodes)
-        with pytest.raises(DeadlineError):
-            await take(events)
+        with pytest.raises(DeadlineError, match="it waited for its client, or this router, to take"):
+            while True:
+                await take(events)
 
 
 def test_a_token_of_a_decode_node_makes_the_waits_short_again() -> None:

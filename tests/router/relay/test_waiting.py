@@ -175,7 +175,7 @@ async def test_the_deadline_holds_while_a_request_waits_for_a_node() -> None:
         await nodes.decode.stop()
         await none_lives(nodes)
         expire(nodes)
-        with pytest.raises(DeadlineError):
+        with pytest.raises(DeadlineError, match="it waited for a decode node to go on at"):
             await first
         assert_idle(nodes)
 
