@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 import uvicorn
 import uvloop
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
@@ -129,6 +129,7 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, hurry: asyncio.Ev
         tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
         edge = _edge(settings, relay, tokenizer, collectors)
         collectors.register(NodeMetrics(registry))
+        ProcessCollector(registry=collectors)
         await _wait_for_nodes(settings, registry, stop)
         async with _serve_grpc(settings, edge) as grpc_server, _serve_http(settings, edge, stop) as http_port:
             async with _reporting(grpc_server.health, registry):

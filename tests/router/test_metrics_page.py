@@ -25,7 +25,7 @@ async def test_the_page_names_every_family_and_no_other(tokenizer_directory: Pat
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
             scraped = (await client.get(f"http://{addresses.http}/metrics")).text
     families = set(re.findall(r"^# TYPE (\S+)", scraped, re.MULTILINE))
-    named = set(re.findall(r"kvrelay:\w+", PAGE.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?:kvrelay:|process_)\w+", PAGE.read_text(encoding="utf-8")))
     assert named == {name for name in families if not name.endswith("_created")}
 
 
