@@ -9,6 +9,7 @@ reached is not asked again, so the search ends.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kv_connector.base import FetchOutcome
 from kvrelay.core.kv_source import KVSource
@@ -97,9 +98,9 @@ class Ladder:
         if offer is None:
             return None
         end = min(offer.available, len(self._origins))
-        wanted = [i for i in range(self.num_leading, end) if self._origins[i] is None and offer.has(i)]
+        wanted = (i for i in range(self.num_leading, end) if self._origins[i] is None and offer.has(i))
         is_guess = offer.source in self._holders and offer.source not in self._announced
-        return Ask(offer.source, tuple(wanted[:_BLOCKS_PER_ASK]), is_guess)
+        return Ask(offer.source, tuple(islice(wanted, _BLOCKS_PER_ASK)), is_guess)
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
         """Takes one outcome per block of `ask`; returns how many more leading blocks are here. Blocks that arrived

@@ -2,9 +2,12 @@
 
 from itertools import product
 
+import pytest
+
 from kv_connector.base import FetchOutcome
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import FetchReport
+from kvrelay.node import ladder as ladder_module
 from kvrelay.node.ladder import Ask, Ladder
 
 P = KVSource("p", 1, "at-p")
@@ -149,6 +152,25 @@ def test_long_prefixes_are_requested_in_parts() -> None:
     ladder.announce(P, 1000)
     assert settle(ladder, *[FETCHED] * 64) == 64
     assert next_ask(ladder) == (P, tuple(range(64, 100)))
+
+
+def test_a_long_prefix_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for every part of it: a prompt of a million tokens is fetched in a thousand."""
+    num_blocks, asked = 6400, 0
+    has = ladder_module._Offer.has
+
+    def counted(offer: ladder_module._Offer, index: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return has(offer, index)
+
+    monkeypatch.setattr(ladder_module._Offer, "has", counted)
+    ladder = Ladder(num_blocks)
+    ladder.announce(P, num_blocks)
+    while (ask := ladder.next()) is not None:
+        ladder.settle(ask, [FETCHED] * len(ask.indices))
+    assert ladder.is_complete
+    assert asked <= 2 * num_blocks
 
 
 def test_the_search_ends_whatever_the_outcomes() -> None:
