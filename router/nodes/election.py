@@ -31,10 +31,14 @@ def elect(nodes: Sequence[NodeHandle], *, now: float) -> Elected | None:
     voters.sort(key=lambda node: node.role is not NodeRole.DECODE)  # stable: otherwise as listed
     if not voters:
         return None
-    votes = [sum(_fit(other, node) for other in voters) for node in voters]
+    votes: list[int] = []
+    for node in voters:
+        votes.append(sum(_fit(other, node) for other in voters))
+        if votes[-1] == len(voters):
+            break  # nobody has more votes, and among equals it is the first
     most = max(votes)
     winner = voters[votes.index(most)]
-    rivals = any(count == most and not _fit(node, winner) for node, count in zip(voters, votes, strict=True))
+    rivals = any(count == most and not _fit(node, winner) for node, count in zip(voters, votes, strict=False))
     why = "of as many nodes, it is listed first" if rivals else f"it fits {most} of {len(voters)} nodes"
     return Elected(winner, why)
 

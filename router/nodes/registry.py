@@ -205,8 +205,10 @@ class Registry:
             assert other.description is not None
             if found := difference(description, other.description):
                 raise NodeRefusedError(f"{found} (as {other.name} has it, which is live)")
+        if live:
+            return
         elected = elect(self.nodes, now=self.clock.now())
-        if live or elected is None or elected.node is node:
+        if elected is None or elected.node is node:
             return
         assert elected.node.description is not None
         if found := difference(description, elected.node.description):

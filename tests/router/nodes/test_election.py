@@ -4,9 +4,13 @@ from dataclasses import replace
 from random import Random
 from typing import Any, cast
 
+import pytest
+
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes import election
+from router.nodes.agreement import difference
 from router.nodes.election import VOTE_SECONDS, elect
 from router.nodes.node import NodeHandle
 from router.nodes.outlier import Outlier
@@ -55,3 +59,24 @@ def test_a_node_that_can_be_none_of_this_routers_has_no_vote() -> None:
     wrong.misfit = "role is decode, but it is listed among the prefill nodes"
     assert winner(wrong, node("right", 8)) == "right"
     assert elect([wrong], now=NOW) is None
+
+
+def test_nodes_that_all_fit_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node of a cluster that starts holds this election."""
+    compared = 0
+
+    def counted(found: NodeDescription, expected: NodeDescription) -> str | None:
+        nonlocal compared
+        compared += 1
+        return difference(found, expected)
+
+    monkeypatch.setattr(election, "difference", counted)
+    assert winner(*(node(f"node-{number}", 8) for number in range(64))) == "node-0"
+    assert compared <= 2 * 64
+
+
+def test_of_two_halves_the_one_with_the_first_node_wins() -> None:
+    halves = [node(f"node-{number}", 8 if number % 2 else 16) for number in range(6)]
+    elected = elect(halves, now=NOW)
+    assert elected is not None
+    assert (elected.node.address, elected.why) == ("node-0", "of as many nodes, it is listed first")

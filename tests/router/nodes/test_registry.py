@@ -10,6 +10,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
 from kvrelay.core.node_report import PROTOCOL, NodeRole
 from kvrelay.v1 import node_pb2
+from router.nodes import registry as registry_module
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.registry import Registry
@@ -214,6 +215,18 @@ async def test_a_node_with_other_kv_is_refused_with_the_reason(
     decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
     stranger.namespace = replace(NAMESPACE, **change)  # type: ignore[arg-type]
     await refused(decode, stranger, complaint, caplog)
+
+
+async def test_no_election_is_held_for_a_node_that_joins_live_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those decide, and in an election all nodes are compared with each other."""
+    decode, late = ScriptedDecode(), ScriptedDecode("late")
+    async with registered(decode, late=late) as registry:
+        await until(lambda: registry.decode[0].state is NodeState.LIVE)
+        held: list[float] = []
+        monkeypatch.setattr(registry_module, "elect", lambda nodes, now: held.append(now))
+        await late.start()
+        await until(lambda: registry.decode[1].state is NodeState.LIVE)
+        assert not held
 
 
 async def test_a_node_with_another_connector_is_refused(caplog: pytest.LogCaptureFixture) -> None:
