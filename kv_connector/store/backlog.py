@@ -6,6 +6,7 @@ Invariant: `store` is called by one task, one batch at a time, oldest first.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Backlog:
 
     def __init__(self, store: Callable[[Sequence[Claim]], Awaitable[object]]) -> None:
         self._store = store
-        self._claims: dict[int, Claim] = {}  # by block id, in order
+        self._claims: OrderedDict[int, Claim] = OrderedDict()  # by block id, the next one first
         self._task: asyncio.Task[None] | None = None
 
     def add(self, claims: Sequence[Claim]) -> None:
@@ -38,8 +39,8 @@ class Backlog:
             task, self._task = self._task, None
             task.result()
         for claim in claims:
-            self._claims.pop(claim.block.block_id, None)
             self._claims[claim.block.block_id] = claim
+            self._claims.move_to_end(claim.block.block_id)
         if self._claims and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="kv backlog")
 
@@ -50,7 +51,5 @@ class Backlog:
 
     async def _run(self) -> None:
         while self._claims:
-            batch = list(self._claims.values())[:_BATCH_BLOCKS]
-            for claim in batch:
-                del self._claims[claim.block.block_id]
-            await self._store(batch)
+            num_blocks = min(_BATCH_BLOCKS, len(self._claims))
+            await self._store([self._claims.popitem(last=False)[1] for _ in range(num_blocks)])

@@ -1,6 +1,7 @@
 """Blocks that wait are stored in order, once, by one task; an unforeseen error is not swallowed."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -60,6 +61,30 @@ async def test_many_blocks_are_stored_in_batches() -> None:
     await emptied(backlog)
     assert [generation for batch in store.batches for generation in batch] == list(range(200))
     assert max(map(len, store.batches)) < 200
+    await backlog.close()
+
+
+async def test_a_batch_of_a_long_queue_takes_no_copy_of_the_queue() -> None:
+    """Half a million blocks would otherwise be copied thousands of times, on the loop."""
+    num_blocks, peaks = 20_000, []
+
+    async def store(batch: Sequence[Claim]) -> None:
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        await asyncio.sleep(0)
+        tracemalloc.reset_peak()
+
+    backlog = Backlog(store)
+    waiting = claims(range(num_blocks))
+    tracemalloc.start()
+    try:
+        backlog.add(waiting)
+        queued = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        await emptied(backlog)
+    finally:
+        tracemalloc.stop()
+    assert len(peaks) == -(-num_blocks // 64)
+    assert max(peaks) < queued + num_blocks, "a pointer to each block would take eight times as much"
     await backlog.close()
 
 
