@@ -31,6 +31,7 @@ from kvrelay.core.named_block import NamedBlock
 SLOT_BYTES = 128
 NO_SLOT = -1
 _MOST_SLOTS = 8  # that are found of one name
+_LOW_BITS = 0xFFFF
 
 _SLOT = np.dtype(
     {
@@ -120,14 +121,20 @@ class PeerSlots:
         prefixes = np.frombuffer(b"".join(names), "<u8")[:: HASH_BYTES // 8]
         wanted, place = np.unique(prefixes, return_inverse=True)
         held = np.ascontiguousarray(self._slots["name_prefix"])
-        nearest = np.minimum(np.searchsorted(wanted, held), len(wanted) - 1)
-        left = np.flatnonzero(wanted[nearest] == held)
+        # There may be half a million slots. What rules out nearly all of them is a table of the low bits of the names.
+        may_be_wanted = np.zeros(_LOW_BITS + 1, np.bool_)
+        may_be_wanted[wanted & _LOW_BITS] = True
+        left = np.flatnonzero(may_be_wanted[held & _LOW_BITS])
+        nearest = np.minimum(np.searchsorted(wanted, held[left]), len(wanted) - 1)
+        same = wanted[nearest] == held[left]
+        left, nearest = left[same], nearest[same]
         turns: list[NDArray[np.intp]] = []
         while left.size and len(turns) < _MOST_SLOTS:
             turn = np.full(len(wanted), NO_SLOT, np.intp)
-            turn[nearest[left[::-1]]] = left[::-1]  # of several slots for one place the last one stays
+            turn[nearest[::-1]] = left[::-1]  # of several slots for one place the last one stays
             turns.append(turn[place])
-            left = left[turn[nearest[left]] != left]
+            later = turn[nearest] != left
+            left, nearest = left[later], nearest[later]
         return turns
 
     def take_snapshots(self, slots: NDArray[np.intp], blocks: Sequence[NamedBlock], *, epoch: int) -> SlotSnapshots:

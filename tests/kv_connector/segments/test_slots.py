@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
-from kv_connector.header import DIGEST_OFFSET, BlockHeader, Mismatch
+from kv_connector.header import DIGEST_OFFSET, HASH_OFFSET, BlockHeader, Mismatch
 from kv_connector.segments.slots import NO_SLOT, SLOT_BYTES, OwnedSlots, PeerSlots
 from kv_connector.verdict import Verdict
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, blocks
 
@@ -108,6 +109,29 @@ def test_a_slot_that_has_another_block_by_now_is_missing(sides: Sides) -> None:
     sides.publish((other, header(other)))
     assert sides.refusal(first.block_id, first) is FetchOutcome.MISSING
     assert sides.found(first.block_hash) == []
+
+
+def test_of_many_slots_few_are_compared_with_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is ruled out by some bits of what it holds."""
+    num_slots, compared = 20_000, 0
+    searchsorted = np.searchsorted
+
+    def counted(wanted: NDArray[np.uint64], held: NDArray[np.uint64]) -> NDArray[np.intp]:
+        nonlocal compared
+        compared += len(held)
+        return searchsorted(wanted, held)
+
+    slots = np.random.default_rng(1).integers(0, 256, (num_slots, SLOT_BYTES), np.uint8)
+    names = [BlockHash(slots[slot, 8 + HASH_OFFSET :][:HASH_BYTES].tobytes()) for slot in (7, 19_999, 7, 300)]
+    mapping = mmap.mmap(-1, slots.nbytes)
+    mapping.write(slots.tobytes())
+    seen = PeerSlots(mapping, GEOMETRY, num_slots, offset=0)
+    monkeypatch.setattr(np, "searchsorted", counted)
+    found = seen.find(names)
+    seen.release()
+    mapping.close()
+    assert [turn.tolist() for turn in found] == [[7, 19_999, 7, 300]]
+    assert compared < num_slots // 100
 
 
 def test_a_name_is_found_in_each_slot_that_has_it(sides: Sides) -> None:
