@@ -1,5 +1,6 @@
-"""What Ctrl-C does to a process that imports."""
+"""What Ctrl-C does to a process that imports, and SIGTERM to one that is the first of a container."""
 
+import signal
 import subprocess
 import sys
 
@@ -20,6 +21,16 @@ try:
     print("goes on")
 except KeyboardInterrupt:
     print("interrupted")
+"""
+
+TERMINATED = """
+import os, signal
+os.getpid, own = lambda: {number}, os.getpid()
+from kvrelay.core.interruptible import interruptible_imports
+with interruptible_imports():
+    {importing}
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
+os.kill(own, signal.SIGTERM)
 """
 
 
@@ -48,4 +59,20 @@ def test_an_interrupt_ends_the_process_unless_it_is_ignored(before: str, status:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(before=before)], capture_output=True, text=True, timeout=60, check=False
     )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, output, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "importing", "status", "output"),
+    [
+        (1, "os.kill(own, signal.SIGTERM)", 143, ""),
+        (1, "pass", 143, "False\n"),
+        (2, "pass", -signal.SIGTERM, "True\n"),
+    ],
+)
+def test_sigterm_ends_the_first_process_of_a_container(number: int, importing: str, status: int, output: str) -> None:
+    """To Linux the first process of a container ignores SIGTERM unless it has a handler for it, and any other ends by
+    it. The process here has another number, so that SIGTERM would end it in any case, but not with this status."""
+    script = TERMINATED.format(number=number, importing=importing)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, output, "")
