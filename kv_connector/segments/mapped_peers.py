@@ -60,11 +60,8 @@ class MappedPeers(Generic[PeerT]):
         except FileNotFoundError as error:
             if source.endpoint not in self._absent:
                 self._absent.add(source.endpoint)
-                _logger.warning(
-                    "node %s is on this host, but there is no %s: unless it has ended, let both see the same "
-                    "--shared-memory-dir",
-                    source.node_id, error.filename,
-                )  # fmt: skip
+                hint = "unless it has ended, let both see the same --shared-memory-dir"
+                _logger.warning("node %s is on this host, but there is no %s: %s", source.node_id, error.filename, hint)
             return FetchOutcome.FAILED
         if not isinstance(opened, FetchOutcome | Mismatch):
             self._peers[source.endpoint] = opened
