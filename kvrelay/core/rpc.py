@@ -113,7 +113,7 @@ def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     unnoticed."""
     return [
         *_shared_options(max_request_bytes),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", 0),

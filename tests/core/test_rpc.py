@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -256,6 +258,13 @@ async def test_a_connection_may_take_longer_than_the_wait_for_the_next() -> None
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(given_up.wait(), 2 * RECONNECT_SECONDS)
         await asyncio.wait_for(given_up.wait(), 10)
+
+
+def test_grpc_knows_every_option_by_its_name() -> None:
+    """It ignores others without a word: a wrong name once kept the server from allowing pings every few seconds."""
+    library = Path(str(import_module("grpc._cython.cygrpc").__file__)).read_bytes()
+    for name, _ in channel_options() + server_options():
+        assert f"{name}\0".encode() in library, name
 
 
 async def test_calls_that_arrive_while_the_loop_is_busy_are_all_answered() -> None:
