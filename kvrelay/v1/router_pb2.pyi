@@ -416,7 +416,7 @@ class TokenizeRequest(google.protobuf.message.Message):
     model: builtins.str
     text: builtins.str
     add_special_tokens: builtins.bool
-    """default true for text"""
+    """default true for text; a chat's template has them, so true is refused for it"""
     @property
     def chat(self) -> global___ChatMessages: ...
     def __init__(

@@ -106,6 +106,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 case "text":
                     prompt: Prompt = TextPrompt(request.text, add_special_tokens, field="text")
                 case "chat":
+                    if request.add_special_tokens:
+                        raise InvalidRequestError(
+                            "add_special_tokens cannot be combined with chat, whose template has them",
+                            field="add_special_tokens",
+                        )
                     prompt = _chat_prompt(request.chat)
                 case _:
                     raise InvalidRequestError("text or chat is required", field="text")

@@ -218,6 +218,10 @@ async def test_bad_input_names_its_field_and_the_next_request_works(
         (router_pb2.TokenizeRequest(text=""), "text"),
         (router_pb2.TokenizeRequest(text="x" * 2_000_000), "text"),
         (router_pb2.TokenizeRequest(chat=router_pb2.ChatMessages()), "messages"),
+        (
+            router_pb2.TokenizeRequest(chat=router_pb2.ChatMessages(messages=[HELLO]), add_special_tokens=True),
+            "add_special_tokens",
+        ),
     ],
 )
 async def test_what_cannot_be_tokenised_has_its_field_named(
