@@ -222,7 +222,7 @@ class OutputChunk(google.protobuf.message.Message):
     STOP_REASON_FIELD_NUMBER: builtins.int
     index: builtins.int
     text: builtins.str
-    """what these tokens added"""
+    """what these tokens added; later than they while a character or a possible stop string is incomplete"""
     finish_reason: kvrelay.v1.common_pb2.FinishReason.ValueType
     stop_reason: builtins.str
     """what ended it: a stop string, or a token's id in decimal, also of the model's own end tokens"""
@@ -370,7 +370,7 @@ global___KVOrigins = KVOrigins
 
 @typing.final
 class GenerateResponse(google.protobuf.message.Message):
-    """Streaming: one message per change; `usage` and `trace` are set in the last one. Unary: everything in one message."""
+    """Streaming: one message per change; `model`, `usage` and `trace` are set in the last one. Unary: everything in one message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
