@@ -121,7 +121,7 @@ class Attempt:
         self._prefill = placement.prefill
         self._tally = tally
         self._place_refill = place_refill
-        self._sink: Callable[[AttemptEvent], None] = lambda event: None
+        self._sink: Callable[[AttemptEvent], None] = _ignore
         self._timeout = 0.0
         self._refill: Refill | None = None
         self._session: DecodeSession | None = None
@@ -172,6 +172,7 @@ class Attempt:
         if self.closed:
             return
         self.closed = True
+        self._sink = _ignore  # it refers to this attempt, and the prompt would stay until a collection of garbage
         self._uncharge()
         if self._session is not None:
             self._decode.node.num_sequences -= self._node_request.sampling.n
@@ -340,3 +341,7 @@ class Attempt:
             node, num_tokens = self._charged
             node.num_queued_tokens -= num_tokens
             self._charged = None
+
+
+def _ignore(event: AttemptEvent) -> None:
+    """Does nothing: the sink of an attempt that is not open."""

@@ -101,6 +101,7 @@ class PrefillSession:
         """Ends the session's events, cancels the prefill if it is under way, and releases the lease. Idempotent."""
         if self.task is not None:
             self.task.cancel()
+            self.task = None  # it refers to this session, and the prompt would stay until a collection of garbage
         self.release()
 
 

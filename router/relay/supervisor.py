@@ -376,6 +376,7 @@ class RequestSupervisor:
             share.stop_waiting()
             if share.attempt is not None:
                 share.attempt.close()
+        self._shares.clear()  # they refer to this supervisor, and the prompt would stay until a collection of garbage
 
 
 def _end(error: KVRelayError) -> Sequence[RequestEvent]:

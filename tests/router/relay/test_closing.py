@@ -3,13 +3,22 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from tests.router.routed import a_request, assert_idle, collected, opened, take_trace
-from tests.router.scripted_nodes import cluster, soon, token
+from tests.router.scripted_nodes import cluster, soon, token, until
+
+
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def test_closing_the_relay_fails_what_still_runs() -> None:
@@ -49,8 +58,9 @@ async def test_closing_a_relay_that_has_had_no_request_waits_for_nothing() -> No
         await nodes.relay.close(timeout=60.0)
 
 
-async def test_a_request_that_has_ended_is_forgotten() -> None:
-    """Nothing that outlives it may keep its tokens: neither the timer of its deadline nor a node's client."""
+async def test_a_request_that_has_ended_is_forgotten(without_collections: None) -> None:
+    """Nothing that outlives it may keep its tokens: neither the timer of its deadline nor a node's client. Nor may it
+    keep itself: between two full collections of garbage a router may serve a thousand long prompts."""
     async with cluster() as nodes:
         events = nodes.relay.run(a_request(timeout=600.0))
         first, call, _ = await opened(nodes, events)
@@ -61,5 +71,15 @@ async def test_a_request_that_has_ended_is_forgotten() -> None:
         await take_trace(events)
         del events, first
         await soon(nodes.prefill.released)
-        gc.collect()
-        assert forgotten() is None
+        await until(lambda: forgotten() is None)
+
+
+async def test_an_attempt_that_has_ended_is_forgotten(without_collections: None) -> None:
+    async with cluster(local_prefill_max_tokens=64) as nodes:
+        running = asyncio.create_task(collected(nodes, a_request()))
+        wire_id = (await nodes.decode.admit()).request_id
+        forgotten = weakref.ref(nodes.relay._running["r"]._shares[0].attempt)
+        nodes.decode.tokens(wire_id, token(7))
+        nodes.decode.tokens(wire_id, token(8, finish=FinishReason.LENGTH))
+        await running
+        await until(lambda: forgotten() is None)
