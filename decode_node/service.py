@@ -218,6 +218,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         self._node.activity.end(request_id)
         if decode.reception is not None:
             decode.reception.cancel()
+            decode.reception = None  # it refers to `decode`, and the prompt would stay until a collection of garbage
         return True
 
     # -- KV that arrives ---------------------------------------------------------------------------------------------
