@@ -291,7 +291,10 @@ class Attempt:
                 self._node_request, self._prefill.source, num_missing_tokens=num_missing_tokens
             )
         if placement is None:
-            _logger.warning("request %s: %d tokens have no source", self._wire_id, num_missing_tokens)
+            _logger.warning(
+                "request %s: the KV of %d tokens did not get to %s, which computes it",
+                self._wire_id, num_missing_tokens, self.decode_node,
+            )  # fmt: skip
             self._session.pull_no_more()
             return
         self._tally.refill_began()

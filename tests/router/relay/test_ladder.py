@@ -233,7 +233,7 @@ async def test_a_refill_that_fails_leaves_the_rest_to_the_decode_node() -> None:
 
 @pytest.mark.parametrize(("num_prefill_nodes", "local_prefill_max_tokens"), [(1, 0), (2, 5)])
 async def test_without_another_node_or_for_a_few_tokens_the_decode_node_computes(
-    num_prefill_nodes: int, local_prefill_max_tokens: int
+    num_prefill_nodes: int, local_prefill_max_tokens: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (
         cluster(num_prefill_nodes=num_prefill_nodes, local_prefill_max_tokens=local_prefill_max_tokens) as nodes,
@@ -242,6 +242,7 @@ async def test_without_another_node_or_for_a_few_tokens_the_decode_node_computes
         following, wire_id = await published(nodes, events)
         nodes.decode.kv_missing(wire_id, 5)
         assert (await nodes.decode.pull()).final
+        assert f"{wire_id}: the KV of 5 tokens did not get to decode-0, which computes it" in caplog.text
         nodes.decode.kv_ready(wire_id, fetched=5, recomputed=5)
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
