@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+PING_TIMEOUT_MS = 60_000  # gRPC waits so long for the answer to a ping, whatever the keepalive's timeout is
 FLOW_WINDOW_BYTES = 1024 * 1024
 # Calls that have arrived and that the loop has not looked at yet. gRPC cancels further ones, by default some of those
 # beyond a thousand, and the client cannot tell why; a router refuses what is too much for it in its own words.
@@ -108,11 +109,13 @@ def channel_options() -> Options:
     ]
 
 
-def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Returns the options for `grpc.aio.server`. Ports are not shared: two servers on one port would split a cluster
-    unnoticed."""
+def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES, ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
+    """Returns the options for `grpc.aio.server`. A peer that answers no ping for `ping_timeout_ms` loses its calls:
+    one that is stopped, or that the network does not reach any more. Ports are not shared: two servers on one port
+    would split a cluster unnoticed."""
     return [
         *_shared_options(max_request_bytes),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),

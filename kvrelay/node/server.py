@@ -14,6 +14,7 @@ import grpc
 
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.rpc import (
+    KEEPALIVE_TIMEOUT_MS,
     WHOLE_SERVER,
     ErrorInterceptor,
     add_health_and_reflection,
@@ -54,7 +55,9 @@ class NodeServer:
     def __init__(self, node: Node, service: Service) -> None:
         self._node = node
         self._service = service
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+        # Soon, since a router that is gone keeps blocks here which others wait for.
+        options = server_options(ping_timeout_ms=KEEPALIVE_TIMEOUT_MS)
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         service.attach(self._server)
         node_pb2_grpc.add_NodeServicer_to_server(NodeService(node, service.role), self._server)
         self._health = add_health_and_reflection(self._server, [service.name, _NODE_SERVICE])

@@ -1,13 +1,22 @@
-"""The health of a node's server, where live and ready are separate, and what its log says of an end in haste."""
+"""The health of a node's server, where live and ready are separate, a router that falls silent, and what the log says
+of an end in haste."""
+
+import asyncio
+from typing import cast
 
 import grpc
 import pytest
 
 from decode_node.service import DecodeService
+from kvrelay.core import rpc
 from kvrelay.core.rpc import WHOLE_SERVER
+from kvrelay.node import server as server_module
 from kvrelay.node.server import NodeServer
+from kvrelay.v1 import decode_node_pb2_grpc
+from tests.chaos.proxy import Proxy
 from tests.node.fake_node import make_node
 from tests.node.health import health_of
+from tests.node.router_end import admit
 
 PATIENCE = 10.0
 
@@ -23,6 +32,33 @@ async def test_a_draining_node_is_live_but_not_ready() -> None:
             assert await health_of(channel, "kvrelay.v1.Node") == "SERVING"
             assert await health_of(channel, service.name) == "NOT_SERVING"
     finally:
+        await server.close()
+
+
+async def test_a_node_lets_go_of_what_a_router_holds_that_answers_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is stopped, or that the network does not reach any more: the connection itself stays open."""
+    monkeypatch.setattr(rpc, "KEEPALIVE_MS", 500)
+    monkeypatch.setattr(server_module, "KEEPALIVE_TIMEOUT_MS", 500)
+    node = make_node()
+    server = NodeServer(node, DecodeService(node))
+    proxy = Proxy(await server.start("127.0.0.1", 0))
+    await proxy.start()
+    try:
+        async with grpc.aio.insecure_channel(proxy.address) as channel:
+            stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
+            call = stub.Serve()
+            async with asyncio.timeout(PATIENCE):
+                await call.write(admit("a"))
+                await call.read()
+                assert node.activity
+                proxy.silence()
+                await node.activity.idle()
+            await node.check_idle()
+            call.cancel()
+    finally:
+        await proxy.close()
         await server.close()
 
 
