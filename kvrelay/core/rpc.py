@@ -98,10 +98,12 @@ def _shared_options(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 
 def channel_options() -> Options:
     """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted process is found about
-    `RECONNECT_SECONDS` later, and one that has another IP address under its name two seconds after the name says so."""
+    `RECONNECT_SECONDS` later, and one that has another IP address under its name two seconds after the name says so.
+    A connection over which nothing comes any more is given up after 15 seconds at most, and made anew."""
     return [
         *_shared_options(),
         *WITHOUT_PROXY,
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(CONNECT_SECONDS * 1e3)),  # how long an attempt may take, in truth
         ("grpc.max_reconnect_backoff_ms", round(RECONNECT_SECONDS * 1e3)),

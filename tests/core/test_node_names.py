@@ -4,13 +4,16 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvrelay.core import rpc
 from kvrelay.core.rpc import WHOLE_SERVER, add_health_and_reflection, channel_options, serve_insecure, set_serving
+from tests.chaos.proxy import Proxy
 
 PATIENCE = 20.0  # less than the 30 s for which gRPC keeps to an answer unless it is told otherwise
 
@@ -59,4 +62,34 @@ async def test_a_node_that_returns_with_another_address_is_found_by_its_name(unu
                 async with healthy_server(names.address, unused_tcp_port):
                     await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
     finally:
+        transport.close()
+
+
+async def test_a_node_is_found_by_its_name_although_the_connection_to_the_old_address_stays_open(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """As after a power failure: the lost machine closes nothing and refuses nothing, it only answers no more."""
+    monkeypatch.setattr(rpc, "KEEPALIVE_MS", 500)
+    monkeypatch.setattr(rpc, "KEEPALIVE_TIMEOUT_MS", 500)
+    loop = asyncio.get_running_loop()
+    transport, names = await loop.create_datagram_endpoint(NameServer, ("127.0.0.1", 0))
+    _, name_port = transport.get_extra_info("sockname")
+    machine = Proxy(unused_tcp_port)
+    await machine.start()
+    port = int(machine.address.rpartition(":")[2])
+    target = f"dns://127.0.0.1:{name_port}/node.test.:{port}"
+    try:
+        async with asyncio.timeout(PATIENCE), grpc.aio.insecure_channel(target, options=channel_options()) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            async with healthy_server("127.0.0.1", unused_tcp_port), healthy_server("127.0.0.3", port):
+                await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                machine.silence()
+                names.address = "127.0.0.3"
+                answered = False
+                while not answered:  # calls over the old connection fail, once it is given up
+                    with suppress(grpc.aio.AioRpcError):
+                        await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                        answered = True
+    finally:
+        await machine.close()
         transport.close()
