@@ -36,7 +36,7 @@ class NodeHandle:
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
     `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
-    all routers but comes late.
+    all routers but comes late. `lacks_kv`: the log has said so, and no request got all that it fetched there since.
     """
 
     address: str
@@ -56,6 +56,7 @@ class NodeHandle:
     watched: tuple[int, int] | None = None  # epoch and sequence number of the last event that the index has
     num_queued_tokens: int = 0
     num_sequences: int = 0
+    lacks_kv: bool = False
 
     @property
     def name(self) -> str:

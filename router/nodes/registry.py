@@ -184,6 +184,7 @@ class Registry:
             if not self._belongs_to_another(node, known.source.node_id):
                 self.index.drop(known.source.node_id)
             node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
+            node.lacks_kv = False
         for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
         self._check(node)

@@ -290,16 +290,25 @@ class Attempt:
             placement = self._place_refill(
                 self._node_request, self._prefill.source, num_missing_tokens=num_missing_tokens
             )
+        self._log_missing(num_missing_tokens, placement)
         if placement is None:
-            _logger.warning(
-                "request %s: the KV of %d tokens did not get to %s, which computes it",
-                self._wire_id, num_missing_tokens, self.decode_node,
-            )  # fmt: skip
             self._session.pull_no_more()
             return
         self._tally.refill_began()
         self._refill = Refill(self._node_request, f"{self._wire_id}.refill", placement, self._session, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
+
+    def _log_missing(self, num_tokens: int, refill: PrefillPlacement | None) -> None:
+        """Logs that KV does not get to D, once: while a store or a network fails, it is so for every request."""
+        if self._decode.node.lacks_kv:
+            return
+        self._decode.node.lacks_kv = True
+        again_at = self.decode_node if refill is None else refill.source.node_id
+        _logger.warning(
+            "request %s: the KV of %d tokens did not get to %s, and is computed again by %s; not logged again until KV "
+            "arrives there",
+            self._wire_id, num_tokens, self.decode_node, again_at,
+        )  # fmt: skip
 
     def _on_kv_ready(self, ready: KVReady) -> None:
         self._tally.decode_ready(
@@ -308,6 +317,10 @@ class Attempt:
             fetches=ready.fetches,
             rungs=self._rungs(),
         )
+        has_all = self._refill is None and ready.num_recomputed_tokens == 0 and bool(ready.fetches.fetched)
+        if has_all and self._decode.node.lacks_kv:
+            self._decode.node.lacks_kv = False
+            _logger.info("KV arrives at %s again", self.decode_node)
         if self._refill is not None:
             self._refill.enough()
         if self._has_first_tokens:  # until then the prefill still needs its blocks

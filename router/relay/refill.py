@@ -50,7 +50,6 @@ class Refill:
 
     def open(self, sink: Sink, *, timeout: float) -> None:
         placement = self._placement
-        _logger.warning("request %s: what did not arrive is prefilled again by %s", self._wire_id, self.node_id)
         self._num_charged_tokens = placement.num_uncached_tokens
         placement.node.num_queued_tokens += self._num_charged_tokens
         self._prefilling = placement.client.prefill(

@@ -2,6 +2,7 @@
 test decides each answer of the nodes."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -112,6 +113,26 @@ async def test_what_others_had_is_counted_by_rung() -> None:
             assert nodes.metric("kv_ladder_blocks_total", reader="decode", rung=rung) == 1
         for cause, count in (("refused", 1), ("missing", 2), ("failed", 3)):
             assert nodes.metric("kv_ladder_failures_total", reader="decode", cause=cause) == count
+
+
+async def test_kv_that_does_not_arrive_is_logged_once_until_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with cluster() as nodes:
+        for arrives in (False, False, True, True, False):
+            async with aclosing(nodes.relay.run(a_request())) as events:
+                following, wire_id = await published(nodes, events)
+                if arrives:
+                    nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-0", 3)))
+                else:
+                    nodes.decode.kv_missing(wire_id, 10)
+                    assert (await nodes.decode.pull()).final
+                    nodes.decode.kv_ready(wire_id, fetched=4, recomputed=6, fetches=fetched(("prefill-0", 1)))
+                nodes.decode.tokens(wire_id, LAST)
+                assert await following == LAST
+                await take_trace(events)
+    lost = "the KV of 10 tokens did not get to decode-0, and is computed again by decode-0"
+    said = [message.partition(": ")[2] or message for message in caplog.messages if "KV" in message]
+    assert [message.partition(";")[0] for message in said] == [lost, "KV arrives at decode-0 again", lost]
 
 
 async def test_missing_blocks_are_prefilled_by_another_node() -> None:
@@ -242,7 +263,7 @@ async def test_without_another_node_or_for_a_few_tokens_the_decode_node_computes
         following, wire_id = await published(nodes, events)
         nodes.decode.kv_missing(wire_id, 5)
         assert (await nodes.decode.pull()).final
-        assert f"{wire_id}: the KV of 5 tokens did not get to decode-0, which computes it" in caplog.text
+        assert f"{wire_id}: the KV of 5 tokens did not get to decode-0, and is computed again by decode-0" in caplog.text
         nodes.decode.kv_ready(wire_id, fetched=5, recomputed=5)
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
