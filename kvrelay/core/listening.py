@@ -13,8 +13,8 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
     try:
         # A port whose last connections are still being closed is free.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if bound.family is socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if bound.family is socket.AF_INET6:  # "::" takes IPv4 as well, as gRPC has it
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind((host, port))
     except OSError as error:
         bound.close()

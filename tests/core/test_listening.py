@@ -33,6 +33,15 @@ def test_a_taken_port_is_named_with_the_flag_that_changes_it() -> None:
             check_port("127.0.0.1", port, flag="--grpc-port")
 
 
+def test_a_server_on_an_ipv6_wildcard_takes_ipv4_too() -> None:
+    """As gRPC has it: with `host: "::"` both servers of a router are reached in the same ways. The wildcard itself
+    cannot be bound where a container has no IPv6, but an address of IPv4 as IPv6 writes it can."""
+    with bound_socket("::ffff:127.0.0.1", 0, flag="--port") as bound:
+        bound.listen()
+        with socket.create_connection(("127.0.0.1", bound.getsockname()[1]), timeout=10):
+            pass
+
+
 def test_an_ipv6_address_stands_in_brackets() -> None:
     assert address_of("127.0.0.1", 8001) == "127.0.0.1:8001"
     assert address_of("::1", 8001) == "[::1]:8001"
