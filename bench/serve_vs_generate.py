@@ -25,8 +25,8 @@ from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 from kvrelay.bench.settings import ThroughputBenchSettings
 from kvrelay.bench.summary import Summary
-from kvrelay.cli.cores import available_cores
 from kvrelay.cli.local_cluster import local_cluster
+from kvrelay.core.cgroup import available_cores
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError
 

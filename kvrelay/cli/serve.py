@@ -21,9 +21,10 @@ from typing import Literal
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor, write_line
+from kvrelay.cli.thread_environment import thread_environment
+from kvrelay.core.cgroup import available_cores
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.config_fields import ENV_PREFIX, flag_of, variable_of
 from kvrelay.core.connectors import parse_connectors

@@ -4,9 +4,11 @@ Invariant: a pool has room for at least one sequence of the greatest length allo
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.core.cgroup import cgroup_folders
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.options import EngineOptions
@@ -24,14 +26,15 @@ class PoolSize:
     max_model_len: int
 
 
-def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Sequence[Path] | None = None) -> int:
     """Returns the bytes of RAM that can be had now: those that are free or hold cached files, such as the checkpoint
-    that was just read, and no more than the limit of the container leaves, if it has one."""
+    that was just read, and no more than the limits of the container or service leave, if it has some."""
     free = 1024 * _numbers(meminfo)["MemAvailable:"]
-    limit = cgroup / "memory.max"
-    if limit.is_file() and (most := limit.read_text().strip()) != "max":
-        used = int((cgroup / "memory.current").read_text()) - _numbers(cgroup / "memory.stat")["inactive_file"]
-        free = min(free, max(0, int(most) - used))
+    for cgroup in cgroup_folders() if cgroups is None else cgroups:
+        limit = cgroup / "memory.max"
+        if limit.is_file() and (most := limit.read_text().strip()) != "max":
+            used = int((cgroup / "memory.current").read_text()) - _numbers(cgroup / "memory.stat")["inactive_file"]
+            free = min(free, max(0, int(most) - used))
     return free
 
 

@@ -18,6 +18,7 @@ from paged_kernels.registry import BackendUnavailableError, select_backend
 from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.cgroup import available_cores
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
@@ -79,13 +80,13 @@ class PreparedEngine:
         the model's device. `on_evict` is that of `BlockPool`, `publish` and `publish_hits` are those of `Engine`.
 
         `core_share` is for an engine that computes on the CPU. Without it, the engine has as many cores as the option
-        `threads` says, or as the calling thread has threads. On a GPU this also records steps, which takes
+        `threads` says, or `default_threads`. On a GPU this also records steps, which takes
         seconds, and raises ConfigurationError if there is no memory for them."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
         on_cpu = self.device.type == "cpu"
         torch_multiplies = not can_pack(self.loaded.dtype, self.device)
-        share = core_share or CoreShare(self.options.threads or num_threads())
+        share = core_share or CoreShare(self.options.threads or default_threads())
         threads = StepThreads(share if on_cpu else None, torch_multiplies=torch_multiplies)
         config = SchedulerConfig(
             block_size=self.layout.block_size,
@@ -117,6 +118,12 @@ class PreparedEngine:
         return CpuRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
 
 
+def default_threads() -> int:
+    """Returns how many threads an engine uses whose options leave it open: as many as the calling thread has, which by
+    default torch chooses, but no more than there are cores for this process. Torch knows nothing of quotas."""
+    return min(num_threads(), available_cores())
+
+
 def planned_device(options: EngineOptions) -> torch.device:
     """Returns the device that `prepare_engine` will choose. Raises ConfigurationError if it cannot be used."""
     device, _ = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
@@ -127,8 +134,7 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
     """Loads the model on as many threads as the options say, and sizes the pool. Raises ModelLoadError or
     ConfigurationError."""
     with threads_kept():
-        if options.threads:
-            use_threads(options.threads, torch_multiplies=True)
+        use_threads(options.threads or default_threads(), torch_multiplies=True)
         return _prepare(options)
 
 

@@ -144,7 +144,9 @@ class NodeSettings(NodeOptions):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     node_id: str = Field(default="", description="Name of this node in logs and metrics; empty: a random one.")
-    threads: Threads = Field(default=0, description="CPU threads to compute with; 0 leaves the choice to torch.")
+    threads: Threads = Field(
+        default=0, description="CPU threads to compute with; 0: as torch chooses, but no more than the process may use."
+    )
     gpu_memory_utilization: MemoryShare = Field(
         default=0.0,
         description="When num_blocks is 0. On a GPU: share of its memory for this node, weights and all; 0 takes 0.9, "

@@ -22,7 +22,7 @@ from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.vocabulary import vocabulary_digest
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
-from kvrelay.engine.startup import PreparedEngine, planned_device, prepare_engine
+from kvrelay.engine.startup import PreparedEngine, default_threads, planned_device, prepare_engine
 from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_loopback
 from kvrelay.node.device_transfer import choose_direct
@@ -120,7 +120,7 @@ async def _prepare_apart(options: EngineOptions) -> PreparedEngine:
 
 
 def _core_share(settings: NodeSettings) -> CoreShare:
-    num_cores = settings.threads or torch.get_num_threads()
+    num_cores = settings.threads or default_threads()
     if not settings.core_table:
         return CoreShare(num_cores)
     descriptor, entry = map(int, settings.core_table.split(":"))

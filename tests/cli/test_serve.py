@@ -13,7 +13,6 @@ import pytest
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from kvrelay.cli.cores import available_cores, thread_environment
 from kvrelay.cli.main import PROCESS_MODULES
 from kvrelay.cli.serve import (
     ServeSettings,
@@ -27,6 +26,7 @@ from kvrelay.cli.serve import (
 )
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand
+from kvrelay.cli.thread_environment import thread_environment
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.core_table import CoreTable
 from kvrelay.node.settings import NodeOptions, NodeSettings
@@ -70,10 +70,6 @@ def test_cores_are_divided(cores: int, expected: str) -> None:
 def test_nodes_get_the_threads_that_were_asked_for() -> None:
     commands = node_commands(settings_of("m", "--threads", "3"), {}, cores=2)
     assert {flag(command, "--threads") for command in commands} == {"3"}
-
-
-def test_no_more_cores_are_available_than_the_process_may_use() -> None:
-    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_every_node_inherits_the_store_and_the_table_and_has_its_own_entry() -> None:

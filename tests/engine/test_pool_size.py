@@ -37,7 +37,7 @@ def test_gpu_memory_utilization_is_a_share_of_free_memory_on_a_cpu() -> None:
 def test_memory_that_holds_cached_files_counts_as_free(tmp_path: Path) -> None:
     """Otherwise a node that starts again, with its checkpoint still in the cache, would get a smaller pool."""
     (tmp_path / "meminfo").write_text("MemTotal: 67108864 kB\nMemFree: 524288 kB\nMemAvailable: 33554432 kB\n")
-    assert free_memory(tmp_path / "meminfo", tmp_path) == 32 * GIB
+    assert free_memory(tmp_path / "meminfo", [tmp_path]) == 32 * GIB
     assert free_memory() > 0
 
 
@@ -47,7 +47,7 @@ def test_a_container_has_no_more_memory_than_its_limit_leaves(tmp_path: Path) ->
     (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}\n")
     for limit, free in ((f"{8 * GIB}", 6 * GIB), (f"{GIB}", 0), ("max", 32 * GIB)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
-        assert free_memory(tmp_path / "meminfo", tmp_path) == free
+        assert free_memory(tmp_path / "meminfo", [tmp_path]) == free
 
 
 def test_an_explicit_length_that_does_not_fit_says_what_to_do() -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from paged_kernels.cpu.threads import num_threads, threads_kept, use_threads
 from transformers import LlamaConfig
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.engine import startup
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import prepare_engine
 from tests.engine.load_on_cpu import load
@@ -46,6 +48,19 @@ def test_compiled_kernels_that_were_asked_for_refuse_such_heads_before_the_weigh
     with caplog.at_level(logging.INFO), pytest.raises(ConfigurationError, match=r"--attention-backend native: .* 20"):
         LLM(str(odd_heads), threads=1, num_blocks=64, max_model_len=256, attention_backend="native")
     assert "loading" not in caplog.text
+
+
+def test_without_a_number_of_threads_no_more_are_used_than_there_are_cores_for_the_process(
+    odd_heads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch chooses by the machine's cores, whatever a container's quota is."""
+    with threads_kept():
+        use_threads(3, torch_multiplies=True)
+        monkeypatch.setattr(startup, "available_cores", lambda: 2)
+        llm = LLM(str(odd_heads), num_blocks=64, max_model_len=256)
+        llm.generate([PROMPT], SamplingParams(max_tokens=1), progress=False)
+        assert llm._engine.threads.num_threads == 2
+        assert num_threads() == 3
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-rope-dynamic", "llama-rope-yarn"])

@@ -1,26 +1,12 @@
-"""The cores of one machine: how many there are, and how long a node's waiting thread keeps its own."""
+"""The environment that a node's threads need: how many there are, and how long a waiting one keeps its core."""
 
-import os
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 # Where torch multiplies (docs/cpu.md, Threads of a step), OpenMP's threads spin between two products, because
 # sleeping costs more. By default they keep spinning for many milliseconds after the step, on a core that others need.
 # This many spins outlast the gaps within a step and little more (docs/decisions.md, Threads that wait).
 _SPIN_COUNT = "10000"
 _WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-
-
-def available_cores() -> int:
-    """Returns how many cores this process may use by its affinity and, where there is one, its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            cores = min(cores, max(1, int(limit) // int(period)))
-    return cores
 
 
 def thread_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
