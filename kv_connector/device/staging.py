@@ -7,6 +7,7 @@ otherwise a name could be published over the bytes of another block.
 
 import asyncio
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class StagedCopies:
 
     def __init__(self, slots: range, num_blocks: int) -> None:
         self._free = list(reversed(slots))
-        self._copies: dict[int, StagedBlock] = {}  # by block id, the next to give way first
+        self._copies: OrderedDict[int, StagedBlock] = OrderedDict()  # by block id, the next to give way first
         self._generations = [0] * num_blocks  # per block of the pool, grows when it is retracted
         self._lock = threading.Lock()  # held for dictionary updates only
 
@@ -108,7 +109,7 @@ class StagedCopies:
         copy = self._copies.get(block.block_id)
         if copy is None or copy.block != block:
             return False
-        self._copies[block.block_id] = self._copies.pop(block.block_id)
+        self._copies.move_to_end(block.block_id)
         return True
 
     def _take(self, block_id: int, given_up: list[int]) -> int | None:
@@ -120,7 +121,7 @@ class StagedCopies:
             return self._free.pop()
         if not self._copies:
             return None
-        oldest = self._copies.pop(next(iter(self._copies)))
+        _, oldest = self._copies.popitem(last=False)
         given_up.append(oldest.slot)
         return oldest.slot
 

@@ -120,7 +120,7 @@ class Registry:
 
     def state_of(self, node: NodeHandle) -> NodeState:
         """Returns the node's state, EJECTED if it gets no requests although it is live."""
-        if node.state is NodeState.LIVE and node not in self.live(node.role):
+        if node.state is NodeState.LIVE and node.outlier.is_ejected and node not in self.live(node.role):
             return NodeState.EJECTED
         return node.state
 
