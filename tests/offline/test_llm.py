@@ -18,6 +18,7 @@ import kvrelay
 from bench.random_model import PAD_TOKEN, PAD_TOKEN_ID, write_byte_tokenizer
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, ModelLoadError
+from kvrelay.engine import startup
 from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import StepResult
@@ -309,6 +310,7 @@ def test_the_caller_keeps_its_numbers_of_threads(
         return launch(self, plan)
 
     monkeypatch.setattr(CpuRunner, "launch", watched)
+    monkeypatch.setattr(startup, "available_cores", lambda: 4)
     with threads_kept():
         torch.set_num_threads(3)
         llm = LLM(str(DEMO_MODEL), dtype=dtype, threads=threads, num_blocks=64)
