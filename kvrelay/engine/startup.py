@@ -80,8 +80,8 @@ class PreparedEngine:
         the model's device. `on_evict` is that of `BlockPool`, `publish` and `publish_hits` are those of `Engine`.
 
         `core_share` is for an engine that computes on the CPU. Without it, the engine has as many cores as the option
-        `threads` says, or `default_threads`. On a GPU this also records steps, which takes
-        seconds, and raises ConfigurationError if there is no memory for them."""
+        `threads` says, or `default_threads`. On a GPU this also records steps, which takes seconds, and raises
+        ConfigurationError if there is no memory for them."""
         assert kv_pool.shape == (self.size.num_blocks, *self.layout.block_shape) and kv_pool.device == self.device
         eos_token_ids = self.loaded.config.eos_token_ids
         on_cpu = self.device.type == "cpu"
@@ -131,8 +131,8 @@ def planned_device(options: EngineOptions) -> torch.device:
 
 
 def prepare_engine(options: EngineOptions) -> PreparedEngine:
-    """Loads the model on as many threads as the options say, and sizes the pool. Raises ModelLoadError or
-    ConfigurationError."""
+    """Loads the model on as many threads as the options say, or `default_threads`, and sizes the pool. Raises
+    ModelLoadError or ConfigurationError."""
     with threads_kept():
         use_threads(options.threads or default_threads(), torch_multiplies=True)
         return _prepare(options)
