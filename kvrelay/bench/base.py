@@ -3,7 +3,7 @@
 Invariant: all times are seconds of one monotonic clock in this process; a server's clock is never read.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -110,7 +110,7 @@ class RequestRecord:
     kind: str
     scheduled: float  # when it was to be sent; what `sent` is later is the client's delay or the wait for a place
     sent: float
-    arrivals: tuple[float, ...]
+    arrivals: Sequence[float]
     finished: float
     num_drawn_tokens: int  # of the prompt as it was made; as text it may be more or fewer
     num_prompt_tokens: int

@@ -12,6 +12,7 @@ Invariant: when `run` returns or is cancelled, every request that was sent has e
 
 import asyncio
 import itertools
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
@@ -122,7 +123,8 @@ class Load:
             kind=spec.kind,
             scheduled=scheduled,
             sent=answer.sent - self._started,
-            arrivals=tuple(arrival - self._started for arrival in answer.arrivals),
+            # A run may hold millions of them: in a tuple each would take four times as much memory.
+            arrivals=array("d", (arrival - self._started for arrival in answer.arrivals)),
             finished=finished - self._started,
             num_drawn_tokens=request.num_prompt_tokens,
             num_prompt_tokens=request.num_prompt_tokens

@@ -95,8 +95,10 @@ def write_results(
         "knee": None if knee is None else knee.label,
         "runs": [_run(result, with_records=settings.save_requests) for result in results],
     }
-    with errors_naming("--json-file", path):
-        path.write_text(json.dumps(body, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with errors_naming("--json-file", path), path.open("w", encoding="utf-8") as file:
+        # One piece of text at a time: as a whole, that of all requests would take most of our memory.
+        json.dump(body, file, indent=2, allow_nan=False, default=_request)
+        file.write("\n")
 
 
 def environment() -> dict[str, object]:
@@ -123,8 +125,13 @@ def _run(result: RunResult, *, with_records: bool) -> dict[str, object]:
         "by_kind": {kind: asdict(summary) for kind, summary in result.by_kind.items()},
     }
     if with_records:
-        body["requests"] = [asdict(record) for record in result.records]
+        body["requests"] = result.records
     return body
+
+
+def _request(record: RequestRecord) -> dict[str, object]:
+    """Returns what the JSON file holds of a request, when it is written."""
+    return asdict(record) | {"arrivals": list(record.arrivals)}
 
 
 def _is_installed(package: str) -> bool:
