@@ -224,7 +224,7 @@ class RequestSupervisor:
         """Places again the outputs that wait for a node."""
         for share in self._shares:
             if share.wait is not None:
-                self._migrate(share, last_resort=True)
+                self._migrate(share, has_waited=True)
         return ()
 
     def _on_waited(self, share: _Share) -> Sequence[RequestEvent]:
@@ -248,7 +248,7 @@ class RequestSupervisor:
         for choices in self._split(sorted(attempt.unfinished)):
             again = _Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())
             self._shares.append(again)
-            self._migrate(again, last_resort=False)
+            self._migrate(again, has_waited=False)
 
     def _split(self, choices: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns which outputs are placed together: all of them while none has a token, otherwise each alone."""
@@ -256,19 +256,23 @@ class RequestSupervisor:
             return [tuple(choices)]
         return [(choice,) for choice in choices]
 
-    def _migrate(self, share: _Share, *, last_resort: bool) -> None:
-        """Places a share again, or lets it wait for a node."""
+    def _migrate(self, share: _Share, *, has_waited: bool) -> None:
+        """Places a share again, or lets it wait for a node. Only a share that `has_waited` since its loss takes a node
+        that the request has lost before, and can be sure that the router has heard if its last one has ended."""
         assert share.lost is not None
         share.stop_waiting()
-        if self._is_doubtful(share, just_lost=not last_resort):
-            share.wait = self._wait(share, none_lives=False)
+        if self._is_doubtful(share, has_waited=has_waited):
+            self._search_later(share)
             return
         node_request = self._node_request(share.choices, is_replay=True)
         try:
-            placement = self._place.place(node_request, lost=self._lost, last_resort=last_resort)
+            placement = self._place.place(node_request, lost=self._lost, last_resort=has_waited)
         except UnavailableError as error:
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
-            share.wait = self._wait(share, none_lives=last_resort)
+            if has_waited:
+                self._wait_for_node(share)
+            else:
+                self._search_later(share)
             return
         _logger.info(
             "request %s: outputs %s go on at %s", self._wire_id, share.choices, placement.decode.source.node_id
@@ -276,15 +280,15 @@ class RequestSupervisor:
         self._tally.migrated(node_request, share.lost.loss.cause)
         self._start(share, node_request, placement)
 
-    def _is_doubtful(self, share: _Share, *, just_lost: bool) -> bool:
+    def _is_doubtful(self, share: _Share, *, has_waited: bool) -> bool:
         """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended. Raises
         GivenUpError when they have, or it has waited for too long to know, and UnavailableError when the router stops
-        before it knows. `just_lost`: the last of them counts, because the router may not have heard yet that it has
-        ended."""
+        before it knows. Unless the share `has_waited`, the last of them counts, because the router may not have heard
+        yet that it has ended."""
         lost = share.lost
         assert lost is not None
         nodes = [node for loss, node in share.losses if loss is lost.loss]
-        away = [node for node in nodes if (just_lost and node == lost.source) or not self._place.is_live(node)]
+        away = [node for node in nodes if (node == lost.source and not has_waited) or not self._place.is_live(node)]
         if len(away) <= self._max_attempts:
             return False
         have_ended = sum(map(self._place.has_ended, away)) > self._max_attempts
@@ -292,18 +296,20 @@ class RequestSupervisor:
             raise UnavailableError("the router is stopping") from lost
         if have_ended or self._wait_left(share) <= 0.0:
             raise GivenUpError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
-        if just_lost:
+        if not has_waited:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
         return True
 
-    def _wait(self, share: _Share, *, none_lives: bool) -> asyncio.TimerHandle:
-        """Sets the timer that ends a wait for a decode node, unless `on_decode_node_live` ends it before."""
-        react: _Reaction
-        if none_lives:
-            seconds, react = self._wait_left(share), partial(self._on_waited, share)
-        else:
-            seconds, react = share.backoff.next(), self._on_search
-        return asyncio.get_running_loop().call_later(max(0.0, seconds), self._inbox.put_nowait, react)
+    def _search_later(self, share: _Share) -> None:
+        """Lets the share look for a node after a wait that grows, or as soon as a decode node becomes live."""
+        self._wait(share, share.backoff.next(), self._on_search)
+
+    def _wait_for_node(self, share: _Share) -> None:
+        """Lets the share wait until a decode node becomes live, and ends the request if none does in time."""
+        self._wait(share, max(0.0, self._wait_left(share)), partial(self._on_waited, share))
+
+    def _wait(self, share: _Share, seconds: float, react: _Reaction) -> None:
+        share.wait = asyncio.get_running_loop().call_later(seconds, self._inbox.put_nowait, react)
 
     def _wait_left(self, share: _Share) -> float:
         """Returns for how many seconds the share may still wait for a decode node; 0 or less when it may not."""
