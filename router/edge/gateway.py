@@ -18,6 +18,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -72,8 +73,13 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int, allowed_origins
             Route("/metrics", gateway.metrics, methods=["GET"]),
             Route("/version", gateway.version, methods=["GET"]),
         ],
-        middleware=[Middleware(_RequestIds), *_cross_origin(allowed_origins)],
-        exception_handlers=dict.fromkeys((KVRelayError, HTTPException, Exception), _answer_error),
+        middleware=[
+            Middleware(_RequestIds),
+            *_cross_origin(allowed_origins),
+            # Starlette's own is outside of these: a browser would hide its answer from the page.
+            Middleware(ServerErrorMiddleware, handler=_answer_error),
+        ],
+        exception_handlers=dict.fromkeys((KVRelayError, HTTPException), _answer_error),
     )
     # Behind a proxy that ends TLS, a redirect would send the client's prompt and API key again without it, to whichever
     # host the request names.
@@ -288,9 +294,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         )
         body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
-    response = _error_response(KVRelayError("internal error"))
-    response.headers["x-request-id"] = request.scope[_REQUEST_ID]  # this answer does not pass through `_RequestIds`
-    return response
+    return _error_response(KVRelayError("internal error"))
 
 
 class _RequestIds:

@@ -49,6 +49,15 @@ async def test_only_pages_of_allowed_origins_may_call(
         assert refused.headers.get("access-control-allow-origin") == expected
 
 
+async def test_a_page_may_read_that_the_router_has_failed(relay: ScriptedRelay) -> None:
+    relay.fail_with = RuntimeError("a defect")
+    async with served(relay, [PAGE]) as http:
+        failed = await http.post("/v1/completions", json=COMPLETION, headers={"origin": PAGE})
+    assert (failed.status_code, failed.json()["error"]["message"]) == (500, "internal error")
+    assert failed.headers["access-control-allow-origin"] == PAGE
+    assert len(failed.headers.get_list("x-request-id")) == 1
+
+
 @pytest.mark.parametrize("error", [OverloadedError("busy"), DeadlineError("late")])
 async def test_a_page_may_read_whether_to_try_again(error: KVRelayError, relay: ScriptedRelay) -> None:
     """OpenAI's client in a browser would otherwise send again what would take as long again."""
