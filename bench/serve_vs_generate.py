@@ -33,7 +33,7 @@ from kvrelay.core.errors import KVRelayError
 QUICK = {"shape": "tiny", "requests": 4, "longest_prompt": 160, "output_tokens": 8, "generate_requests": 1}
 
 
-class BenchSettings(ProcessSettings):
+class ServeVsGenerateSettings(ProcessSettings):
     """Measure TTFT, ITL and output tokens per second of a local cluster, and of transformers' generate for comparison.
 
     Example: make bench ARGS='--topologies 0P+1D --json-file result.json'
@@ -66,7 +66,7 @@ class BenchSettings(ProcessSettings):
 
 
 def main(argv: Sequence[str]) -> int:
-    settings = load_settings(BenchSettings, argv, prog="python -m bench.serve_vs_generate")
+    settings = load_settings(ServeVsGenerateSettings, argv, prog="python -m bench.serve_vs_generate")
     try:
         run(settings)
     except KVRelayError as error:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(settings: BenchSettings) -> None:
+def run(settings: ServeVsGenerateSettings) -> None:
     """Measures and prints. Raises UnavailableError when a cluster does not start or a request fails,
     KeyboardInterrupt after Ctrl-C."""
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as directory:
@@ -106,7 +106,9 @@ def run(settings: BenchSettings) -> None:
         settings.json_file.write_text(json.dumps(as_json(settings, summaries, baseline), indent=2) + "\n")
 
 
-def load_of(settings: BenchSettings, vocab_size: int, *, url: str = "http://127.0.0.1:1") -> ThroughputBenchSettings:
+def load_of(
+    settings: ServeVsGenerateSettings, vocab_size: int, *, url: str = "http://127.0.0.1:1"
+) -> ThroughputBenchSettings:
     """Returns the load of one run: all requests at once."""
     return ThroughputBenchSettings(
         url=url,
@@ -127,7 +129,7 @@ def prompts_of(load: ThroughputBenchSettings) -> list[list[int]]:
     return [builder.token_ids(request.segments) for session in plan.sessions for request in session.requests]
 
 
-def measure_cluster(model: Path, topology: str, settings: BenchSettings, vocab_size: int) -> Summary:
+def measure_cluster(model: Path, topology: str, settings: ServeVsGenerateSettings, vocab_size: int) -> Summary:
     """Starts a cluster, sends one request to warm it up, then all at once. Raises UnavailableError when a request
     fails, KeyboardInterrupt after Ctrl-C."""
     arguments = [*Topology.parse(topology).arguments, "--log-level", "warning"]
@@ -168,7 +170,9 @@ def measure_generate(model_directory: Path, prompts: Sequence[Sequence[int]], ou
     return len(prompts) * output_tokens / (time.monotonic() - started)
 
 
-def as_json(settings: BenchSettings, summaries: dict[str, Summary], baseline: float | None) -> dict[str, object]:
+def as_json(
+    settings: ServeVsGenerateSettings, summaries: dict[str, Summary], baseline: float | None
+) -> dict[str, object]:
     return {
         "settings": settings.model_dump(mode="json", exclude={"config", "json_file"}),
         "cores": available_cores(),
