@@ -18,11 +18,10 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.load_prompts import prompts_of
 from bench.random_model import write_random_model
 from bench.topology import Topology
 from bench.whole_run import whole_run
-from kvrelay.bench.plan import plans_of
-from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 from kvrelay.bench.settings import ThroughputBenchSettings
 from kvrelay.bench.summary import Summary
 from kvrelay.cli.local_cluster import local_cluster
@@ -119,14 +118,6 @@ def load_of(
         seed=settings.seed,
         progress="off",
     )
-
-
-def prompts_of(load: ThroughputBenchSettings) -> list[list[int]]:
-    """Returns the prompts that the cluster is sent."""
-    assert load.vocab_size is not None
-    builder = PromptBuilder(Vocabulary.of_size(load.vocab_size), "token_ids", seed=load.seed)
-    [plan] = plans_of(load)
-    return [builder.token_ids(request.segments) for session in plan.sessions for request in session.requests]
 
 
 def measure_cluster(model: Path, topology: str, settings: ServeVsGenerateSettings, vocab_size: int) -> Summary:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bench.load_prompts import prompts_of
 from bench.peers.base import PeerError, Server, Setup
 from bench.peers.compare import Findings, Measurement
 from bench.peers.processes import PeakMemory, tail
 from bench.peers.work import Work
 from bench.peers.workloads import Figure, settings_of
-from kvrelay.bench.plan import plans_of
-from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 
 WORKLOADS = ("A", "B")
 OUTPUT_TOKENS = 64
@@ -92,10 +91,7 @@ class InProcessComparison:
     def _prompts(self, workload: str, seed: int) -> list[list[int]]:
         nowhere = Server("http://127.0.0.1:1", "", 0.0)
         vocabulary = {"prompt_format": "token_ids", "vocab_size": self.vocab_size}
-        settings = settings_of(workload, nowhere, vocabulary, seed=seed, scale=self.scale)
-        [plan] = plans_of(settings)
-        builder = PromptBuilder(Vocabulary.of_size(self.vocab_size), "token_ids", seed=settings.seed)
-        return [builder.token_ids(request.segments) for session in plan.sessions for request in session.requests]
+        return prompts_of(settings_of(workload, nowhere, vocabulary, seed=seed, scale=self.scale))
 
     def _measure(self, engine: Worker, prompts: Prompts, number: int, findings: Findings) -> None:
         job = self.scratch / "job.json"
