@@ -11,6 +11,8 @@ rounds' ratios.
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from paged_kernels import _native
@@ -20,11 +22,14 @@ from paged_kernels.cpu.threads import use_threads
 from torch import Tensor
 
 from bench.arguments import positive
+from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
 
 # (outputs, inputs) in the shape qwen2-0.5b: query, key and value; the attention's output; gate and up; down.
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
+
+WeightT = TypeVar("WeightT")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,37 +62,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _measure(x: Tensor, weights: Sequence[PackedWeight], rounds: int) -> None:
     opaque = [onednn_weight(weight) for weight in weights] if has_onednn_products() else []
 
-    def ours(which: int) -> None:
-        packed.linear(x, weights[which])
+    def ours() -> float:
+        return _seconds(partial(packed.linear, x), weights)
 
-    def onednn(which: int) -> None:
-        onednn_linear(x, opaque[which])
+    def onednn() -> float:
+        with torch_computes():
+            return _seconds(partial(onednn_linear, x), opaque)
 
-    own, theirs = [], []
-    for index in range(rounds + 1):  # the first round warms up
-        before = 0.0
-        if opaque:
-            with torch_computes():
-                before = _seconds(onednn, len(weights))
-        after = _seconds(ours, len(weights))
-        if index:
-            own.append(after)
-            theirs.append(before)
+    found = measure_in_turn(rounds, ours, onednn if opaque else None)
     operations = 2 * x.shape[0] * weights[0].num_outputs * weights[0].num_inputs
     beside = ""
     if opaque:
-        ratio = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
-        beside = f", oneDNN {operations / statistics.median(theirs) / 1e12:.2f}; {ratio:.2f} of its time"
-    speed = operations / statistics.median(own) / 1e12
+        beside = f", oneDNN {operations / statistics.median(found.theirs) / 1e12:.2f}; {found.ratio:.2f} of its time"
+    speed = operations / statistics.median(found.ours) / 1e12
     print(f"{x.shape[0]:5} x {x.shape[1]:5} x {weights[0].num_outputs:5}: {speed:.3f} TFLOP/s{beside}")
 
 
-def _seconds(run: Callable[[int], None], count: int) -> float:
-    def run_all() -> None:
-        for which in range(count):
-            run(which)
+def _seconds(multiply: Callable[[WeightT], object], weights: Sequence[WeightT]) -> float:
+    """Returns the mean wall time of a product, with all weights one after the other."""
 
-    return wall_seconds(run_all) / count
+    def multiply_all() -> None:
+        for weight in weights:
+            multiply(weight)
+
+    return wall_seconds(multiply_all) / len(weights)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 from unittest import mock
 
@@ -31,6 +32,7 @@ from paged_kernels.registry import select_backend
 from torch import Tensor
 
 from bench.arguments import positive
+from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
 from kvrelay.core.errors import KVRelayError
@@ -99,6 +101,11 @@ class Other:
     model: DecoderForCausalLM
     entered: Callable[[], AbstractContextManager[None]]
 
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Returns the wall time of one call."""
+        with self.entered():
+            return wall_seconds(run)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,23 +153,13 @@ def _load(directory: str, quantization: Quantization) -> DecoderForCausalLM:
 
 @torch.inference_mode()
 def _measure(spec: StepSpec, model: DecoderForCausalLM, other: Other | None, rounds: int) -> None:
-    run = _step(model, spec.sequences)
-    run_other = None if other is None else _step(other.model, spec.sequences)
-    ours, theirs = [], []
-    for index in range(rounds + 1):  # the first round warms up
-        before = 0.0
-        if other is not None and run_other is not None:
-            with other.entered():
-                before = wall_seconds(run_other)
-        after = wall_seconds(run)
-        if index:
-            ours.append(after)
-            theirs.append(before)
+    ours = partial(wall_seconds, _step(model, spec.sequences))
+    theirs = None if other is None else partial(other.seconds, _step(other.model, spec.sequences))
+    found = measure_in_turn(rounds, ours, theirs)
     beside = ""
     if other is not None:
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        beside = f", with {other.name} {statistics.median(theirs) * 1e3:.1f}; {ratio:.2f} of its time"
-    print(f"{spec.text:>20}: {statistics.median(ours) * 1e3:.1f} ms{beside}")
+        beside = f", with {other.name} {statistics.median(found.theirs) * 1e3:.1f}; {found.ratio:.2f} of its time"
+    print(f"{spec.text:>20}: {statistics.median(found.ours) * 1e3:.1f} ms{beside}")
 
 
 def _step(model: DecoderForCausalLM, sequences: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
