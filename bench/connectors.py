@@ -54,12 +54,21 @@ def named_blocks(count: int) -> list[NamedBlock]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where pools lie and what is in them. With `directly`, the blocks of a GPU do not pass through the host."""
+    """Where pools lie and what is in them: `megabytes` of blocks of a `size` in BLOCK_SIZES. With `directly`, the
+    blocks of a GPU do not pass through the host."""
 
-    layout: KVLayout
-    count: int
+    size: str
+    megabytes: int
     device: torch.device
     directly: bool = False
+
+    @property
+    def layout(self) -> KVLayout:
+        return BLOCK_SIZES[self.size]
+
+    @property
+    def count(self) -> int:
+        return (self.megabytes << 20) // self.layout.block_bytes
 
     def pool(self, backend: str, node_id: str, settings: ConnectorSettings = _SETTINGS) -> NodePool:
         """Returns the pool of a node whose name is that of no other process's, which may measure at the same time."""
@@ -158,11 +167,10 @@ class Moved:
     is_right: bool
 
 
-async def between_processes(backend: str, name: str, place: Place, megabytes: int) -> Moved:
-    """Fetches a pool of `megabytes` from a new process. `name` is a key of BLOCK_SIZES. Raises KVRelayError when that
-    does not work here."""
-    arguments = ["-m", "bench.connectors", "--own", name, "--backend", backend]
-    arguments += ["--megabytes", str(megabytes), "--device", place.device.type]
+async def between_processes(backend: str, place: Place) -> Moved:
+    """Fetches a pool from a new process. Raises KVRelayError when that does not work here."""
+    arguments = ["-m", "bench.connectors", "--own", place.size, "--backend", backend]
+    arguments += ["--megabytes", str(place.megabytes), "--device", place.device.type]
     arguments += ["--directly"] if place.directly else []
     with child("the process that holds the blocks", arguments) as owner:
         endpoint = _endpoint(owner)
@@ -183,9 +191,9 @@ def _endpoint(owner: Child) -> str:
     return line.removeprefix(_ANSWER).strip()
 
 
-async def moved_rate(backend: str, name: str, place: Place, megabytes: int) -> float:
+async def moved_rate(backend: str, place: Place) -> float:
     """Returns bytes per second. Ends this process with status 1 when a byte is wrong."""
-    moved = await between_processes(backend, name, place, megabytes)
+    moved = await between_processes(backend, place)
     if not moved.is_right:
         sys.exit(f"{place.way(backend)} on {place.device}: wrong bytes arrived")
     return moved.rate
@@ -199,13 +207,13 @@ class Yardstick:
     rate: Callable[[], float]
 
 
-async def in_turn(backend: str, name: str, place: Place, megabytes: int, turns: int, yardstick: Yardstick) -> None:
+async def in_turn(backend: str, place: Place, turns: int, yardstick: Yardstick) -> None:
     """Measures the yardstick and `backend` alternately, and prints both rates of every turn and the median ratio."""
-    label = f"{place.way(backend):13} {name:>8}"
+    label = f"{place.way(backend):13} {place.size:>8}"
     ratios: list[float] = []
     for _ in range(turns):
         reached = yardstick.rate()
-        rate = await moved_rate(backend, name, place, megabytes)
+        rate = await moved_rate(backend, place)
         ratios.append(rate / reached)
         rates = f"{rate / 1e9:6.2f} GB/s, {yardstick.name} {reached / 1e9:6.2f} GB/s"
         print(f"{label}: {rates}, ratio {ratios[-1]:.2f}", flush=True)
@@ -227,7 +235,7 @@ def bare_ucxx(place: Place) -> Yardstick:
     return Yardstick("bare ucxx ", lambda: bare_rate(place.layout.block_bytes, place.count, _ROUNDS))
 
 
-async def redis(name: str, place: Place, url: str) -> None:
+async def redis(place: Place, url: str) -> None:
     prefix = f"bench-{place.layout.block_bytes}"
     settings = ConnectorSettings(redis=RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60))
     pool = place.pool("redis", "bench", settings)
@@ -236,24 +244,23 @@ async def redis(name: str, place: Place, url: str) -> None:
         rate = await fetch_rate(pool.connector, None, named_blocks(place.count), place.layout.block_bytes)
     finally:
         await pool.connector.close()
-    print(f"redis         {name:>8}: {rate / 1e9:6.2f} GB/s")
+    print(f"redis         {place.size:>8}: {rate / 1e9:6.2f} GB/s")
 
 
-async def measure(place: Place, name: str, arguments: argparse.Namespace) -> None:
+async def measure(place: Place, turns: int, redis_url: str | None) -> None:
     """Measures every connector that works on this machine with blocks of one size."""
     has_ucx = importlib.util.find_spec("ucxx") is not None
-    megabytes, turns = arguments.megabytes, arguments.turns
     if place.device.type == "cuda":
         for backend in ("shared_memory", "ucx") if has_ucx else ("shared_memory",):
             for directly in (True, False):
                 there = replace(place, directly=directly)
-                await in_turn(backend, name, there, megabytes, turns, plain_copy(there))
+                await in_turn(backend, there, turns, plain_copy(there))
     else:
-        await in_turn("shared_memory", name, place, megabytes, turns, plain_copy(place))
+        await in_turn("shared_memory", place, turns, plain_copy(place))
         if has_ucx:
-            await in_turn("ucx", name, place, megabytes, turns, bare_ucxx(place))
-    if arguments.redis_url:
-        await redis(name, place, arguments.redis_url)
+            await in_turn("ucx", place, turns, bare_ucxx(place))
+    if redis_url:
+        await redis(place, redis_url)
 
 
 async def run(argv: Sequence[str] | None = None) -> None:
@@ -272,15 +279,12 @@ async def run(argv: Sequence[str] | None = None) -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this machine has no GPU that torch can use")
     device = torch.device(arguments.device)
-    places = {
-        name: Place(layout, (arguments.megabytes << 20) // layout.block_bytes, device, arguments.directly)
-        for name, layout in BLOCK_SIZES.items()
-    }
     if arguments.own:
-        await own(arguments.backend, places[arguments.own])
+        await own(arguments.backend, Place(arguments.own, arguments.megabytes, device, arguments.directly))
         return
-    for name in arguments.sizes:
-        await measure(places[name], name, arguments)
+    for size in arguments.sizes:
+        place = Place(size, arguments.megabytes, device, arguments.directly)
+        await measure(place, arguments.turns, arguments.redis_url)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.connectors import BLOCK_SIZES, Place, between_processes
+from bench.connectors import Place, between_processes
 from bench.gpu.measure import Rates
 from bench.gpu.report import Result
 from bench.gpu.task import Task
@@ -19,17 +19,16 @@ def transfer_tasks(device: torch.device, rates: Rates, sizes: Sequence[str], meg
     backends = ["shared_memory"]
     if device.type == "cuda" and importlib.util.find_spec("ucxx") is not None:
         backends.append("ucx")
-    for name in sizes:
-        layout = BLOCK_SIZES[name]
+    for size in sizes:
         for backend in backends:
             for directly in (True, False) if device.type == "cuda" else (False,):
-                place = Place(layout, (megabytes << 20) // layout.block_bytes, device, directly)
-                label = f"KV of {name} over {place.way(backend)}"
-                yield Task(label, partial(_transfer, label, backend, name, place, rates, megabytes))
+                place = Place(size, megabytes, device, directly)
+                label = f"KV of {size} over {place.way(backend)}"
+                yield Task(label, partial(_transfer, label, backend, place, rates))
 
 
-def _transfer(label: str, backend: str, name: str, place: Place, rates: Rates, megabytes: int) -> Result:
-    moved = asyncio.run(between_processes(backend, name, place, megabytes))
+def _transfer(label: str, backend: str, place: Place, rates: Rates) -> Result:
+    moved = asyncio.run(between_processes(backend, place))
     num_bytes = place.count * place.layout.block_bytes
     error = 0.0 if moved.is_right else float("inf")
     return Result(label, error, num_bytes / moved.rate, rates.floor_seconds(2 * num_bytes, 0))
