@@ -44,8 +44,8 @@ def run(command: Sequence[str], log: Path, *, seconds: float = RUN_SECONDS) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
-    """A server that was started; it may not answer yet."""
+class StartedServer:
+    """A server that may not answer yet."""
 
     process: "subprocess.Popen[bytes]"
     log: Path
@@ -66,7 +66,9 @@ class Child:
 
 
 @contextmanager
-def started(command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None) -> Iterator[Child]:
+def started(
+    command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None
+) -> Iterator[StartedServer]:
     """Runs a server until the context ends. `environment` is added to ours; None removes a variable.
 
     The server has a process group of its own, but stays in our session: Linux divides cores between sessions before it
@@ -85,7 +87,7 @@ def started(command: Sequence[str], log: Path, environment: Mapping[str, str | N
             process_group=0,
         )
     try:
-        yield Child(process, log, begin)
+        yield StartedServer(process, log, begin)
     finally:
         _end(process)
 
@@ -95,8 +97,8 @@ def serving(
     command: Sequence[str], log: Path, health: str, environment: Mapping[str, str | None] | None = None
 ) -> Iterator[float]:
     """Runs a server until the context ends; yields the seconds until it answered. Raises PeerError."""
-    with started(command, log, environment) as child:
-        yield child.await_ready(health)
+    with started(command, log, environment) as server:
+        yield server.await_ready(health)
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.base import PromptFormat, Server, Setup
-from bench.peers.processes import Child, free_port, serving, started
+from bench.peers.processes import StartedServer, free_port, serving, started
 from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment, vllm_setup
 
 _TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
@@ -47,21 +47,21 @@ class VllmNixl:
         """Starts both servers at the same time, and the proxy when they are ready."""
         with ExitStack() as stack:
             urls: list[str] = []
-            children: list[Child] = []
+            servers: list[StartedServer] = []
             for role, kv_role in _ROLES.items():
                 port = free_port()
                 urls.append(f"http://127.0.0.1:{port}")
                 transfer = json.dumps(_TRANSFER | {"kv_role": kv_role})
                 command = vllm_command(directory, model, port, "--kv-transfer-config", transfer, *self.arguments)
                 log = directory / f"{self.name}-{role}.log"
-                children.append(stack.enter_context(started(command, log, self._environment(directory))))
-            for child, url in zip(children, urls, strict=True):
-                child.await_ready(f"{url}/health")
+                servers.append(stack.enter_context(started(command, log, self._environment(directory))))
+            for server, url in zip(servers, urls, strict=True):
+                server.await_ready(f"{url}/health")
             port = free_port()
             url = f"http://127.0.0.1:{port}"
             proxy = [sys.executable, "-m", "bench.peers.nixl_proxy", str(port), *urls]
             stack.enter_context(serving(proxy, directory / f"{self.name}-proxy.log", f"{url}/v1/models"))
-            yield Server(url, str(model), time.monotonic() - children[0].started)
+            yield Server(url, str(model), time.monotonic() - servers[0].started)
 
     def _environment(self, directory: Path) -> dict[str, str | None]:
         environment: dict[str, str | None] = {
