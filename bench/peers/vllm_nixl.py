@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.peers.base import PromptFormat, Server, Setup
 from bench.peers.processes import StartedServer, free_port, serving, started
-from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_environment, vllm_setup
+from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_setup, vllm_variables
 
 _TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -54,7 +54,7 @@ class VllmNixl:
                 transfer = json.dumps(_TRANSFER | {"kv_role": kv_role})
                 command = vllm_command(directory, model, port, "--kv-transfer-config", transfer, *self.arguments)
                 log = directory / f"{self.name}-{role}.log"
-                servers.append(stack.enter_context(started(command, log, self._environment(directory))))
+                servers.append(stack.enter_context(started(command, log, self._variables(directory))))
             for server, url in zip(servers, urls, strict=True):
                 server.await_ready(f"{url}/health")
             port = free_port()
@@ -63,12 +63,12 @@ class VllmNixl:
             stack.enter_context(serving(proxy, directory / f"{self.name}-proxy.log", f"{url}/v1/models"))
             yield Server(url, str(model), time.monotonic() - servers[0].started)
 
-    def _environment(self, directory: Path) -> dict[str, str | None]:
-        environment: dict[str, str | None] = {
-            **vllm_environment(directory),
+    def _variables(self, directory: Path) -> dict[str, str | None]:
+        variables: dict[str, str | None] = {
+            **vllm_variables(directory),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
         if self.is_tuned:
-            environment |= {**_TUNING, "PYTHONPATH": str(FEW_CORES)}
-        return environment
+            variables |= {**_TUNING, "PYTHONPATH": str(FEW_CORES)}
+        return variables
