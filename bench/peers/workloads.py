@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models
 from bench.peers.base import PromptFormat, Server
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ServeBenchSettings, ThroughputBenchSettings
-from kvrelay.bench.summary import Distribution, Summary
+from kvrelay.bench.summary import Distribution
 
 D_SECONDS = 60.0
 
@@ -113,22 +113,18 @@ def _figures_b(result: RunResult) -> list[Figure]:
 
 
 def _figures_c(result: RunResult) -> list[Figure]:
-    first, later = (_kind(result, kind) for kind in ("first", "later"))
+    first, later = (result.by_kind[kind] for kind in ("first", "later"))
     return [Figure("first TTFT, ms", _ms(first.ttft)), Figure("later TTFT p50, ms", _ms(later.ttft))]
 
 
 def _figures_d(result: RunResult) -> list[Figure]:
-    steady, long = (_kind(result, kind) for kind in ("steady", "long"))
+    steady, long = (result.by_kind[kind] for kind in ("steady", "long"))
     return [
         Figure("steady output tokens/s", steady.output_tokens_per_second, higher_is_better=True),
         Figure("steady ITL p50, ms", _ms(steady.itl)),
         Figure("steady ITL p99, ms", _ms(steady.itl, "p99")),
         Figure("long TTFT p50, ms", _ms(long.ttft)),
     ]
-
-
-def _kind(result: RunResult, kind: str) -> Summary:
-    return result.by_kind[kind]
 
 
 def _ms(distribution: Distribution | None, column: str = "p50") -> float:
