@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +32,6 @@ from demo.vocabulary import (
     Row,
     as_transformers,
     encode,
-    first,
     pack,
     special_id,
     train_tokenizer,
@@ -199,7 +199,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     corpus = Corpus(args.seed)
-    tokenizer = train_tokenizer(first(corpus.documents(), TOKENIZER_DOCUMENTS), args.vocab_size)
+    tokenizer = train_tokenizer(islice(corpus.documents(), TOKENIZER_DOCUMENTS), args.vocab_size)
     model = LlamaForCausalLM(make_config(args, tokenizer))
     size = sum(p.numel() for p in model.parameters())
     print(f"vocabulary {tokenizer.get_vocab_size()}, {size:,} parameters", flush=True)

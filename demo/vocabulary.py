@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -125,8 +124,3 @@ def pack(documents: Iterator[EncodedDocument], row_length: int, num_rows: int) -
         rows[fitting].append(document)
         room[fitting] -= length
     return [Row(tuple(row)) for row in rows]
-
-
-def first(documents: Iterator[Document], count: int) -> Iterator[Document]:
-    """Yields the first `count` documents of the stream."""
-    return islice(documents, count)

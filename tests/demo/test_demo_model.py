@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from demo.corpus import Corpus, Document, Segment
 from demo.evaluate import HERE, Examiner, Question, accuracy, load_questions
-from demo.vocabulary import encode, first, pack, train_tokenizer
+from demo.vocabulary import encode, pack, train_tokenizer
 
 MODEL_DIR = HERE / "model"
 MAX_MODEL_BYTES = 12 * 1024 * 1024
@@ -128,7 +128,7 @@ def test_the_corpus_is_deterministic() -> None:
 
 
 def test_training_a_tokenizer_twice_gives_the_same_one() -> None:
-    one, other = (train_tokenizer(first(Corpus(0).documents(), 500), 512) for _ in range(2))
+    one, other = (train_tokenizer(islice(Corpus(0).documents(), 500), 512) for _ in range(2))
     assert one.to_str() == other.to_str()
 
 
