@@ -1,5 +1,6 @@
 """Scripts of web pages that call the gateway from a browser: only those of allowed origins may read answers."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -47,6 +48,18 @@ async def test_only_pages_of_allowed_origins_may_call(
         refused = await http.post("/v1/completions", json=COMPLETION, headers={"origin": PAGE})
         assert refused.status_code == 429  # whose reason the page may read as well
         assert refused.headers.get("access-control-allow-origin") == expected
+
+
+async def test_a_page_that_may_not_call_cannot_send_a_prompt_without_asking(relay: ScriptedRelay) -> None:
+    """Browsers ask first if a body is JSON by its type, but not if it has none."""
+    body = json.dumps(COMPLETION)
+    async with served(relay, []) as http:
+        for origin in (PAGE, "null"):
+            refused = await http.post("/v1/completions", content=body, headers={"origin": origin})
+            assert refused.status_code == 415 and "application/json" in refused.json()["error"]["message"]
+        assert relay.requests == []
+        answer = await http.post("/v1/completions", content=body)
+    assert "content-type" not in answer.request.headers and answer.status_code == 200
 
 
 async def test_a_page_may_read_that_the_router_has_failed(relay: ScriptedRelay) -> None:
