@@ -27,6 +27,11 @@ class RoutedRequest:
     priority: int = 0
     cache_salt: bytes = b""
 
+    def is_over_after(self, seconds: float) -> bool:
+        """Tells whether a client that leaves so long after the request began does so because its time is over. gRPC
+        ends a call at the client's deadline, which it tells us rounded up by as much as 1%."""
+        return seconds >= 0.98 * self.timeout
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:

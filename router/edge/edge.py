@@ -12,7 +12,7 @@ from contextlib import aclosing, contextmanager
 import grpc
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, status_of
+from kvrelay.core.errors import CancelledByPeerError, DeadlineError, InvalidRequestError, status_of
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.token_ids import check_token_ids
@@ -140,14 +140,15 @@ class Edge:
 
 
 class _Watch:
-    """The measurement of one request. One that ends without having finished or failed was aborted by the client."""
+    """The measurement of one request. One that ends without having finished or failed was aborted by the client, unless
+    its time was over: at the deadline of its call, too, gRPC only closes it."""
 
-    __slots__ = ("_clock", "_finish_reason", "_has_outcome", "_last_times", "_metrics", "_request_id", "_start")
+    __slots__ = ("_clock", "_finish_reason", "_has_outcome", "_last_times", "_metrics", "_request", "_start")
 
     def __init__(self, metrics: RouterMetrics, clock: Clock, request: RoutedRequest) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._request_id = request.request_id
+        self._request = request
         self._start = clock.now()
         self._last_times: dict[int, float] = {}  # of each choice, when its latest tokens came
         self._has_outcome = False
@@ -177,9 +178,13 @@ class _Watch:
         self._has_outcome = True
         self._metrics.count_error(error)
         if status_of(error).grpc_code is grpc.StatusCode.INTERNAL:  # all that the client is told of it is to look here
-            _logger.error("request %s failed: %s", self._request_id, error)
+            _logger.error("request %s failed: %s", self._request.request_id, error)
 
     def ended(self) -> None:
         self._metrics.num_requests_running.dec()
-        if not self._has_outcome:
+        if self._has_outcome:
+            return
+        if self._request.is_over_after(self._clock.now() - self._start):
+            self._metrics.count_error(DeadlineError("the request's time was over"))
+        else:
             self._metrics.count_success(FinishReason.ABORT)

@@ -7,6 +7,7 @@ Invariant: the rest of the edge knows no protobuf. Errors are raised as KVRelayE
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, get_args
 
 from kvrelay.core.errors import InvalidRequestError
@@ -142,11 +143,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def _admit(self, request: router_pb2.GenerateRequest, context: Context) -> RoutedRequest:
         with self._edge.counting_errors():
             request_id = _request_id(request.request_id)
-            client = _client_request(request, context.time_remaining())
+            client = _client_request(request)
         (routed,) = await self._edge.admit({request_id: client})
         with self._edge.counting_errors():
             check_prompt_logprobs((routed,), num_copies=1)
-        return routed
+        remaining = context.time_remaining()  # here, since the prompt's tokenisation has taken some of it
+        return routed if remaining is None else replace(routed, timeout=min(routed.timeout, remaining))
 
     def _last(
         self, routed: RoutedRequest, usage: router_pb2.Usage, trace: RequestTrace | None
@@ -169,7 +171,7 @@ def _request_id(wanted: str) -> str:
     return wanted or f"grpc-{secrets.token_hex(16)}"
 
 
-def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) -> ClientRequest:
+def _client_request(request: router_pb2.GenerateRequest) -> ClientRequest:
     """Converts a request. Protobuf has checked its types; `RequestValidator` checks its values."""
     match request.WhichOneof("input"):
         case "prompt":
@@ -196,7 +198,6 @@ def _client_request(request: router_pb2.GenerateRequest, timeout: float | None) 
         model=request.model or None,
         priority=request.priority,
         cache_salt=request.cache_salt or None,
-        timeout=timeout,
     )
 
 

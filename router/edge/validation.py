@@ -62,7 +62,7 @@ class ClientRequest:
 
     `sampling.max_tokens` is ignored. `max_tokens` None means the default, which is all that is left of the model's
     length for chat and 16 otherwise; `max_tokens_field` is the client's name for this field. `model` None means the
-    model that is served. `timeout` is in seconds."""
+    model that is served."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -71,7 +71,6 @@ class ClientRequest:
     model: str | None = None
     priority: int = 0
     cache_salt: str | None = None
-    timeout: float | None = None
 
 
 class RequestValidator:
@@ -106,7 +105,7 @@ class RequestValidator:
             kv_namespace=model.kv_namespace,
             priority=client.priority,
             cache_salt=_cache_salt(client.cache_salt),
-            timeout=self._timeout(client.timeout),
+            timeout=self._default_timeout,
         )
 
     async def token_ids(self, prompt: Prompt, model: ServedModel) -> Sequence[int]:
@@ -135,9 +134,6 @@ class RequestValidator:
             raise InvalidRequestError(f"{field} has no tokens", field=field)
         check_token_ids(token_ids, model.vocab_size, field=field)  # a tokenizer may know more tokens than its model
         return token_ids
-
-    def _timeout(self, timeout: float | None) -> float:
-        return self._default_timeout if timeout is None else min(timeout, self._default_timeout)
 
 
 def _max_tokens(client: ClientRequest, num_prompt_tokens: int, max_model_len: int) -> int:

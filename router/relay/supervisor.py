@@ -137,7 +137,7 @@ class RequestSupervisor:
         self._router_stops = False
         self._clock = clock
         self._random = random
-        self._expires_at = clock.now() + request.timeout
+        self._began_at = clock.now()
         self._inbox: asyncio.Queue[_Reaction] = asyncio.Queue()
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
@@ -158,6 +158,10 @@ class RequestSupervisor:
                 for event in react():
                     yield event
             yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)
+        except (asyncio.CancelledError, GeneratorExit):
+            if self._shares and self._request.is_over_after(self._clock.now() - self._began_at):
+                self._log_deadline()  # the client's own, which is a little earlier than ours
+            raise
         finally:
             self._close()
 
@@ -343,7 +347,7 @@ class RequestSupervisor:
         def sink(event: AttemptEvent) -> None:
             self._inbox.put_nowait(partial(self._on_event, share, attempt, event))
 
-        attempt.open(sink, timeout=max(0.0, self._expires_at - self._clock.now()))
+        attempt.open(sink, timeout=max(0.0, self._began_at + self._request.timeout - self._clock.now()))
 
     def _refill(
         self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int
@@ -351,16 +355,20 @@ class RequestSupervisor:
         return self._place.refill(node_request, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
 
     def _on_deadline(self) -> None:
-        """Ends the request because its time is over, and says in the log what it waited for."""
+        """Ends the request because its time is over."""
+        self.abort(self._log_deadline())
+
+    def _log_deadline(self) -> DeadlineError:
+        """Returns the error of a request whose time is over, and says in the log what it waited for."""
         unfinished = (share for share in self._shares if self._unfinished.intersection(share.choices))
         awaited = " and ".join(dict.fromkeys(share.awaited for share in unfinished))
-        if not self._inbox.empty():  # what the shares wait for may be in it
+        if not awaited or not self._inbox.empty():  # what the shares wait for may be in it
             awaited = "its client, or this router, to take what the nodes have sent"
         error = DeadlineError(
             f"the request took longer than {self._request.timeout:g} seconds; it waited for {awaited}"
         )
         _logger.info("request %s: %s", self._wire_id, error)
-        self.abort(error)
+        return error
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 

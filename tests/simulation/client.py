@@ -98,7 +98,7 @@ class Client:
         request = self.plan.request
         try:
             relay.check_capacity()
-            admitted = await _validator(relay).routed(_as_asked(request), self.name)
+            admitted = await _validator(relay, request.timeout).routed(_as_asked(request), self.name)
         except OverloadedError as error:
             if len(relay._running) < relay._limits.max_concurrent_requests:
                 self.report(f"{self.name}: refused with {error!r}")
@@ -240,9 +240,9 @@ class Client:
             self.report(f"{self.name}: output {index} is {found} {self._finished.get(index)}, not {expected}")
 
 
-def _validator(relay: ClusterRelay) -> RequestValidator:
+def _validator(relay: ClusterRelay, timeout: float) -> RequestValidator:
     no_text = cast("Tokenizer", None)  # prompts are tokens
-    return RequestValidator(relay, no_text, "simulated", default_timeout=LONG_TIMEOUT)
+    return RequestValidator(relay, no_text, "simulated", default_timeout=timeout)
 
 
 def _as_asked(request: RoutedRequest) -> ClientRequest:
@@ -253,7 +253,6 @@ def _as_asked(request: RoutedRequest) -> ClientRequest:
         max_tokens=request.sampling.max_tokens,
         priority=request.priority,
         cache_salt=request.cache_salt.decode() or None,
-        timeout=request.timeout,
     )
 
 

@@ -118,6 +118,18 @@ async def test_an_abandoned_request_counts_as_aborted_and_a_failed_one_as_an_err
         assert counted(failing, "num_requests_running") == 0
 
 
+async def test_a_request_that_is_closed_when_its_time_is_over_was_not_aborted(tokenizer: Tokenizer) -> None:
+    clock = ManualClock()
+    edge = make_edge(EventRelay(tokenizer, events=[await tokens(tokenizer, 0, "a")]), clock)
+    for seconds, num_late in ((58.0, 0), (59.5, 1)):  # of 60
+        async with aclosing(edge.generate(request())) as events:
+            await anext(events)
+            clock.seconds += seconds
+        assert counted(edge, "request_success_total", finished_reason="abort") == 1
+        assert counted(edge, "request_errors_total", code="DEADLINE_EXCEEDED") == num_late
+        assert counted(edge, "num_requests_running") == 0
+
+
 async def test_the_log_has_what_failed_by_our_own_fault_and_no_other_failure(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,7 @@ from router.edge.grpc_service import MAX_REQUEST_ID_CHARS, RouterService
 from router.edge.prompt_logprobs import MAX_ENTRIES
 from router.edge.validation import MAX_MESSAGES
 from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
+from tests.router.scripted_nodes import until
 
 Stub: TypeAlias = "router_pb2_grpc.RouterAsyncStub"
 
@@ -149,6 +150,9 @@ async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -
     assert (routed.request_id, routed.prompt_token_ids) == ("mine", (5, 6, 7))
     assert (routed.priority, routed.cache_salt) == (-2, b"salt")
     assert 10 < routed.timeout < 21  # gRPC rounds deadlines up
+    for timeout in (None, 1000.0):
+        await stub.Generate(prompt(), timeout=timeout)
+        assert relay.requests[-1].timeout == 60.0, "a client's own time only shortens it"
     sampling = routed.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.seed) == (3, 0.0, 0, 2**64 - 1)
     assert (sampling.logit_bias, sampling.stop_token_ids) == (((5, -1.5),), (9,))
@@ -262,24 +266,28 @@ async def test_errors_of_the_relay_keep_their_class(stub: Stub, relay: ScriptedR
     assert isinstance(error_from_rpc(caught.value), UnavailableError)
 
 
-async def test_cancelling_aborts_the_request(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_cancelling_aborts_the_request(stub: Stub, edge: Edge, relay: ScriptedRelay) -> None:
     relay.hang_at = 1
-    call = stub.GenerateStream(prompt())
+    call = stub.GenerateStream(prompt(), timeout=60)
     await call.read()
     call.cancel()
     await asyncio.wait_for(relay.closed.wait(), 10)
     assert relay.num_running == 0
+    await until(lambda: counted(edge, "num_requests_running") == 0)
+    assert counted(edge, "request_success_total", finished_reason="abort") == 1
 
 
-async def test_a_deadline_aborts_the_request(stub: Stub, relay: ScriptedRelay) -> None:
+async def test_a_deadline_ends_the_request_and_is_counted_as_one(stub: Stub, edge: Edge, relay: ScriptedRelay) -> None:
     relay.hang_at = 1
-    for timeout in (0.2, 2.0, 20.0):  # until the request comes as far as the relay
+    for timeout in (0.2, 2.0, 20.0):  # until the request comes as far as the relay, and both of its ends in time
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Generate(prompt(), timeout=timeout)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        if relay.requests:
+        await until(lambda: counted(edge, "num_requests_running") == 0)
+        if counted(edge, "request_errors_total", code="DEADLINE_EXCEEDED"):
             break
-    await asyncio.wait_for(relay.closed.wait(), 10)
+    assert counted(edge, "request_errors_total", code="DEADLINE_EXCEEDED")
+    assert relay.closed.is_set() and relay.num_running == 0
 
 
 async def test_abort_ends_a_running_request_and_ids_are_unique_while_they_run(

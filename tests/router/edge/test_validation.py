@@ -65,23 +65,20 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
         model=MODEL,
         priority=-3,
         cache_salt="tenant",
-        timeout=2.5,
     )
     request = await routed(relay, client)
     assert (request.sampling.seed, request.sampling.max_tokens) == (7, 5)
     assert request.sampling.top_k == relay.tokenizer.vocab_size
-    assert (request.priority, request.cache_salt, request.timeout) == (-3, b"tenant", 2.5)
+    assert (request.priority, request.cache_salt) == (-3, b"tenant")
     longest = ClientRequest(
         TEXT,
         SamplingParams(min_tokens=5),
         max_tokens=5,
         priority=2**31 - 1,
         cache_salt="s" * MAX_CACHE_SALT_CHARS,
-        timeout=100.0,
     )
     request = await routed(relay, longest)
     assert (request.sampling.min_tokens, request.priority) == (5, 2**31 - 1)
-    assert request.timeout == 60.0, "a client's own time only shortens it"
     request = await routed(relay, ClientRequest(TEXT, SamplingParams(), priority=-(2**31)))
     assert request.priority == -(2**31)
 

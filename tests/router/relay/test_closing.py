@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import weakref
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from tests.router.routed import a_request, assert_idle, collected, opened, take_trace
+from tests.router.routed import a_request, assert_idle, collected, give_up, opened, take_trace
 from tests.router.scripted_nodes import cluster, soon, token, until
 
 
@@ -19,6 +20,22 @@ def without_collections() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+async def test_the_log_says_what_a_request_waited_for_that_is_closed_when_its_time_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The deadline of a gRPC call closes it, mostly just before the request's own deadline."""
+    caplog.set_level(logging.INFO)
+    message = "the request took longer than 60 seconds; it waited for prefill node prefill-0 to prefill"
+    for seconds, is_late in ((50.0, False), (59.5, True)):
+        async with cluster() as nodes:
+            first, _, wire_id = await opened(nodes, nodes.relay.run(a_request()))
+            [run] = nodes.relay._running.values()
+            run._began_at -= seconds
+            await give_up(first)
+            assert (f"request {wire_id}: {message}" in caplog.text) is is_late
+            assert_idle(nodes)
 
 
 async def test_closing_the_relay_fails_what_still_runs() -> None:
