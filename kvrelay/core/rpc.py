@@ -280,14 +280,20 @@ def _guarded(behavior: Behavior, method: str) -> Behavior:
         try:
             return await behavior(request, context)
         except KVRelayError as error:
-            await context.abort_with_status(rpc_status.to_status(rich_status(error)))
+            await _abort(context, error)
         except DecodeError:  # here for streams of requests, too, which gRPC parses when they are read
             invalid = InvalidRequestError("the request is not the protobuf message that this method takes")
-            await context.abort_with_status(rpc_status.to_status(rich_status(invalid)))
+            await _abort(context, invalid)
         except grpc.aio.BaseError:
             raise  # the servicer or gRPC has already ended the call
         except Exception:
             _logger.exception("%s failed", method)
-            await context.abort_with_status(rpc_status.to_status(rich_status(KVRelayError("internal error"))))
+            await _abort(context, KVRelayError("internal error"))
 
     return call
+
+
+async def _abort(context: Context, error: KVRelayError) -> None:
+    """Ends a call with an error, and with the trailing metadata that its servicer has set."""
+    status = rpc_status.to_status(rich_status(error))
+    await context.abort(status.code, status.details, (*context.trailing_metadata(), *status.trailing_metadata))

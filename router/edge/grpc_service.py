@@ -33,6 +33,7 @@ from router.request import KVOrigins, RequestTrace, RoutedRequest
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 MAX_REQUEST_ID_CHARS = 128
+REQUEST_ID_KEY = "x-request-id"  # as over HTTP
 
 # Typed as Any because the stubs of `HasField` accept only literals.
 _OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (
@@ -143,6 +144,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def _admit(self, request: router_pb2.GenerateRequest, context: Context) -> RoutedRequest:
         with self._edge.counting_errors():
             request_id = _request_id(request.request_id)
+            if not request.request_id:
+                context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))  # for errors, whose client has no answer
             client = _client_request(request)
         (routed,) = await self._edge.admit({request_id: client})
         with self._edge.counting_errors():

@@ -118,9 +118,11 @@ class ServerCall:
         self._send(partial(self._call.receive, data))
         await asyncio.sleep(0)
 
-    async def abort_with_status(self, status: Any) -> None:
-        metadata = grpc.aio.Metadata(*(status.trailing_metadata or ()))
-        self._aborted = Status(status.code, status.details, metadata)
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[Any, ...]) -> None:
+        self._aborted = Status(code, details, grpc.aio.Metadata(*trailing_metadata))
         raise grpc.aio.AbortError("Locally aborted.")
 
     # -- the call ------------------------------------------------------------------------------------------------------

@@ -266,6 +266,25 @@ async def test_errors_of_the_relay_keep_their_class(stub: Stub, relay: ScriptedR
     assert isinstance(error_from_rpc(caught.value), UnavailableError)
 
 
+async def test_the_id_that_the_router_drew_is_in_the_trailing_metadata(stub: Stub, relay: ScriptedRelay) -> None:
+    """Of errors too, which have no message with it."""
+    call = stub.Generate(prompt())
+    assert (await call).request_id == (await call.trailing_metadata())["x-request-id"]
+    for error in (KVError("lost"), ZeroDivisionError("our own fault")):
+        relay.fail_with = error
+        for streamed in (False, True):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (stub.GenerateStream(prompt()).read() if streamed else stub.Generate(prompt()))
+            assert caught.value.trailing_metadata()["x-request-id"] == relay.requests[-1].request_id
+            assert rpc_status.from_call(cast(grpc.Call, caught.value)) is not None
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(prompt(n=0))
+    assert str(caught.value.trailing_metadata()["x-request-id"]).startswith("grpc-")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(prompt(request_id="chosen \N{SNOWMAN}", n=0))
+    assert "x-request-id" not in caught.value.trailing_metadata()
+
+
 async def test_cancelling_aborts_the_request(stub: Stub, edge: Edge, relay: ScriptedRelay) -> None:
     relay.hang_at = 1
     call = stub.GenerateStream(prompt(), timeout=60)
