@@ -341,3 +341,9 @@ async def test_abort_ends_a_request_that_is_being_tokenised(stub: Stub, edge: Ed
         await call
     assert isinstance(error_from_rpc(caught.value), CancelledByPeerError)
     assert counted(edge, "request_errors_total", code="CANCELLED") == 1
+
+
+def test_all_that_a_client_is_generated_from_names_its_go_package() -> None:
+    """Without the option, protoc makes no Go code."""
+    for file in (router_pb2.DESCRIPTOR, *router_pb2.DESCRIPTOR.dependencies):
+        assert file.GetOptions().go_package == "kvrelay/v1;kvrelayv1"
