@@ -326,7 +326,7 @@ class RequestSupervisor:
             prompt_logprobs = None if self._has_prompt_logprobs else sampling.prompt_logprobs
             sampling = replace(sampling, n=len(choices), prompt_logprobs=prompt_logprobs)
         return NodeRequest(
-            token_ids=(*self._request.prompt_token_ids, *tokens),
+            token_ids=self._request.prompt_token_ids + tuple(tokens),  # without tokens, no copy
             sampling=sampling,
             kv_namespace=self._request.kv_namespace,
             priority=self._request.priority,

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from router.nodes.node import NodeState
-from tests.router.routed import a_request, give_up, take
+from tests.router.routed import a_request, give_up, opened, take
 from tests.router.scripted_nodes import NAMESPACE, cluster, until
 
 
@@ -24,6 +24,17 @@ async def test_an_id_is_one_request_s_while_it_runs() -> None:
                 assert refused.value.field == "request_id"
                 await give_up(first)
                 await nodes.decode.aborted()
+
+
+async def test_a_prompt_is_kept_once() -> None:
+    """It may have many thousands of tokens, and a thousand requests may wait."""
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, _, _ = await opened(nodes, events)
+        [run] = nodes.relay._running.values()
+        [share] = run._shares
+        assert share.attempt is not None
+        assert share.attempt._node_request.token_ids is run._request.prompt_token_ids
+        await give_up(first)
 
 
 async def test_nothing_is_served_without_a_decode_node() -> None:
