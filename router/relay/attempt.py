@@ -31,7 +31,8 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from router.nodes.node import NodeHandle, NodeState
+from router.nodes.node import NodeState
+from router.relay.charge import Charge
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
 from router.relay.prefill_client import (
     PrefillAccepted,
@@ -119,6 +120,7 @@ class Attempt:
         self._wire_id = wire_id
         self._decode = placement.decode
         self._prefill = placement.prefill
+        self._charge = Charge(placement.prefill or placement.decode)  # until the first tokens have come
         self._tally = tally
         self._place_refill = place_refill
         self._sink: Callable[[AttemptEvent], None] = _ignore
@@ -132,7 +134,6 @@ class Attempt:
         self._decoded: set[int] = set()  # outputs of which D has sent tokens
         self._told: set[int] = set()  # outputs that D was told to end before their end
         self._decode_is_done = False
-        self._charged: tuple[NodeHandle, int] | None = None  # who computes the prompt, and how many tokens
 
     def open(self, sink: Callable[[AttemptEvent], None], *, timeout: float) -> None:
         """Sends the request to the nodes, whose events go to `sink` from now on. `timeout`: seconds that the request
@@ -140,15 +141,14 @@ class Attempt:
         self._sink = sink
         self._timeout = timeout
         self._decode.node.num_sequences += self._node_request.sampling.n
+        self._charge.begin()
         self._session = self._decode.client.open(self._wire_id, sink)
         self._session.admit(
             self._node_request, local_prefill=self._prefill is None, timeout=timeout, sources=self._decode.sources
         )
         if self._prefill is None:
             self._decoding = set(self._node_request.choices)
-            self._charge(self._decode.node, self._decode.num_uncached_tokens)
             return
-        self._charge(self._prefill.node, self._prefill.num_uncached_tokens)
         self._prefilling = self._prefill.client.prefill(
             self._wire_id, self._node_request, self._prefill.sources, timeout=timeout, sink=sink
         )
@@ -173,7 +173,7 @@ class Attempt:
             return
         self.closed = True
         self._sink = _ignore  # it refers to this attempt, and the prompt would stay until a collection of garbage
-        self._uncharge()
+        self._charge.end()
         if self._session is not None:
             self._decode.node.num_sequences -= self._node_request.sampling.n
             self._session.close(finished=self._decode_is_done)
@@ -237,7 +237,7 @@ class Attempt:
         if output.index not in self.unfinished:
             self._need_no_more(output.index)
             return ()
-        self._uncharge()
+        self._charge.end()
         self._tally.first_token()
         if output.finish_reason is not None:
             self.unfinished.discard(output.index)
@@ -253,7 +253,7 @@ class Attempt:
         assert self._session is not None and self._prefill is not None
         if {output.index for output in finished.first_tokens} != set(self._node_request.choices):
             raise self._prefill_lost(KVRelayError("the prefill node did not answer with a token of every output"))
-        self._uncharge()
+        self._charge.end()
         self._has_first_tokens = True
         self._prefill.node.outlier.succeeded()
         self.prefill_node = self._prefill.source.node_id
@@ -346,17 +346,6 @@ class Attempt:
         if self._prefill is not None:
             rungs[self._prefill.source.node_id] = "prefill_node"
         return rungs
-
-    def _charge(self, node: NodeHandle, num_tokens: int) -> None:
-        """Counts the prompt as queued at the node that computes it, until the first tokens have come."""
-        node.num_queued_tokens += num_tokens
-        self._charged = (node, num_tokens)
-
-    def _uncharge(self) -> None:
-        if self._charged is not None:
-            node, num_tokens = self._charged
-            node.num_queued_tokens -= num_tokens
-            self._charged = None
 
 
 def _ignore(event: AttemptEvent) -> None:

@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 
 from kvrelay.core.node_report import NOTHING_FETCHED
+from router.relay.charge import Charge
 from router.relay.decode_client import DecodeSession
 from router.relay.prefill_client import (
     PrefillEnded,
@@ -44,14 +45,13 @@ class Refill:
         self._tally = tally
         self._prefilling: PrefillSession | None = None
         self._num_published_blocks = 0
-        self._num_charged_tokens = 0
+        self._charge = Charge(placement)
         self._has_finished = False
         self._is_enough = False
 
     def open(self, sink: Sink, *, timeout: float) -> None:
         placement = self._placement
-        self._num_charged_tokens = placement.num_uncached_tokens
-        placement.node.num_queued_tokens += self._num_charged_tokens
+        self._charge.begin()
         self._prefilling = placement.client.prefill(
             self._wire_id, self._node_request, placement.sources, timeout=timeout, sink=sink
         )
@@ -63,7 +63,7 @@ class Refill:
                 self._pull(ended=False)
             case PrefillFinished():
                 self._has_finished = True
-                self._uncharge()
+                self._charge.end()
                 self._placement.node.outlier.succeeded()
                 self._tally.refilled(
                     self._node_request,
@@ -77,7 +77,7 @@ class Refill:
                     self._placement.node.failed(error)
                     _logger.warning("request %s: the prefill node failed: %s", self._wire_id, error)
                 self.over = True
-                self._uncharge()
+                self._charge.end()
                 self._pull(ended=True)
 
     @property
@@ -95,7 +95,7 @@ class Refill:
     def close(self) -> None:
         """Ends the prefill. Must be called however the attempt ends. Idempotent."""
         self.over = True
-        self._uncharge()
+        self._charge.end()
         if self._is_enough and self._has_published_all and not self._has_finished:
             self._has_finished = True
             num_found_tokens = len(self._node_request.token_ids) - self._placement.num_uncached_tokens
@@ -106,7 +106,3 @@ class Refill:
     def _pull(self, *, ended: bool) -> None:
         if not self._is_enough:
             self._session.pull(self._placement.source, self._num_published_blocks, ended=ended)
-
-    def _uncharge(self) -> None:
-        self._placement.node.num_queued_tokens -= self._num_charged_tokens
-        self._num_charged_tokens = 0
