@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.rpc import Context
+from kvrelay.core.rpc import MAX_MESSAGE_BYTES, Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.turns import in_turns
 from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
@@ -54,8 +54,11 @@ _OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    def __init__(self, edge: Edge) -> None:
+    """The service. `max_answer_bytes`: what one message may have."""
+
+    def __init__(self, edge: Edge, *, max_answer_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._edge = edge
+        self._max_answer_bytes = max_answer_bytes
 
     async def GenerateStream(
         self, request: router_pb2.GenerateRequest, context: Context
@@ -81,7 +84,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> router_pb2.GenerateResponse:
         routed = await self._admit(request, context)
         usage = router_pb2.Usage(prompt_tokens=len(routed.prompt_token_ids))
-        trace: RequestTrace | None = None
+        num_bytes = 0  # of log-probabilities, which are most of a long answer; in the end of all of it
         n = routed.sampling.n
         whole = router_pb2.GenerateResponse(outputs=[router_pb2.OutputChunk(index=index) for index in range(n)])
         texts: list[list[str]] = [[] for _ in range(n)]
@@ -91,14 +94,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     case TextChunk():
                         usage.completion_tokens += len(event.token_ids)
                         texts[event.index].append(event.text)
-                        _add_tokens(whole.outputs[event.index], event)
+                        num_bytes += _add_tokens(whole.outputs[event.index], event)
                     case PromptLogprobs():
                         whole.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event))
                     case RequestTrace():
-                        trace = event
-        for output, pieces in zip(whole.outputs, texts, strict=True):
-            output.text = "".join(pieces)
-        whole.MergeFrom(self._last(routed, usage, trace))
+                        for output, pieces in zip(whole.outputs, texts, strict=True):
+                            output.text = "".join(pieces)
+                        whole.MergeFrom(self._last(routed, usage, event))
+                        num_bytes = whole.ByteSize()
+                if num_bytes > self._max_answer_bytes:  # gRPC would fail, with a status after which clients try again
+                    await events.athrow(_too_long(routed, self._max_answer_bytes))
         return whole
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:
@@ -218,13 +223,24 @@ def _chat_prompt(chat: router_pb2.ChatMessages) -> ChatPrompt:
     return ChatPrompt([{"role": message.role, "content": message.content} for message in chat.messages])
 
 
-def _add_tokens(output: router_pb2.OutputChunk, chunk: TextChunk) -> None:
-    """Appends a chunk to an output, which is empty or has the chunks before; all but its text."""
+def _too_long(routed: RoutedRequest, max_bytes: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the answer has more than the {max_bytes} bytes that fit one message: use GenerateStream, or ask for "
+        "less with logprobs, n or max_tokens",
+        field="max_tokens" if routed.sampling.logprobs is None else "logprobs",
+    )
+
+
+def _add_tokens(output: router_pb2.OutputChunk, chunk: TextChunk) -> int:
+    """Appends a chunk to an output, which is empty or has the chunks before; all but its text. Returns the bytes of its
+    log-probabilities."""
+    entries = [logprobs_to_wire(entry) for entry in chunk.logprobs]
     output.index = chunk.index
     output.token_ids.extend(chunk.token_ids)
-    output.logprobs.extend(map(logprobs_to_wire, chunk.logprobs))
+    output.logprobs.extend(entries)
     output.finish_reason = finish_reason_to_wire(chunk.finish_reason)
     output.stop_reason = "" if chunk.stop_reason is None else str(chunk.stop_reason)
+    return sum(entry.ByteSize() for entry in entries)
 
 
 def _trace_to_wire(trace: RequestTrace) -> router_pb2.RequestTrace:

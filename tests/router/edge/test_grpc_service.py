@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeAlias, cast
 
 import grpc
@@ -42,8 +43,14 @@ def edge(relay: ScriptedRelay) -> Edge:
 
 @pytest.fixture
 async def stub(edge: Edge) -> AsyncIterator[Stub]:
+    async with serving(RouterService(edge)) as stub:
+        yield stub
+
+
+@asynccontextmanager
+async def serving(service: RouterService) -> AsyncIterator[Stub]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
-    router_pb2_grpc.add_RouterServicer_to_server(RouterService(edge), server)
+    router_pb2_grpc.add_RouterServicer_to_server(service, server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
         yield router_pb2_grpc.RouterStub(channel)  # type: ignore[misc]
@@ -86,6 +93,29 @@ async def test_a_unary_generation_merges_the_chunks_of_each_output(stub: Stub) -
     for output in whole.outputs:
         assert output.text == "Paris is the capital"
         assert len(output.logprobs) == len(output.token_ids) == whole.usage.completion_tokens // 2 > 1
+
+
+async def test_an_answer_that_is_too_long_for_a_message_ends_the_request(
+    stub: Stub, edge: Edge, relay: ScriptedRelay
+) -> None:
+    """gRPC would refuse to send it, with a status after which clients try again."""
+    for fields in ({"n": 2, "logprobs": 20}, {"n": 2}):
+        size = (await stub.Generate(prompt(**fields))).ByteSize()
+        async with serving(RouterService(edge, max_answer_bytes=size)) as exact:
+            assert (await exact.Generate(prompt(**fields))).ByteSize() == size
+        before = counted(edge, "request_errors_total", code="INVALID_ARGUMENT") or 0.0
+        async with serving(RouterService(edge, max_answer_bytes=size - 1)) as short:
+            with pytest.raises(grpc.aio.AioRpcError, match="use GenerateStream") as caught:
+                await short.Generate(prompt(**fields))
+            assert [message async for message in short.GenerateStream(prompt(**fields))]
+        error = cast(InvalidRequestError, error_from_rpc(caught.value))
+        assert error.field == ("logprobs" if "logprobs" in fields else "max_tokens")
+        assert counted(edge, "request_errors_total", code="INVALID_ARGUMENT") == before + 1
+    relay.hang_at = 5  # if it does not end as soon as it is too long
+    async with serving(RouterService(edge, max_answer_bytes=1000)) as short:
+        with pytest.raises(grpc.aio.AioRpcError, match="use GenerateStream"):
+            await short.Generate(prompt(n=2, logprobs=20))
+    assert relay.num_running == 0
 
 
 async def test_overloaded_and_unavailable_errors_say_when_to_retry(stub: Stub, relay: ScriptedRelay) -> None:
