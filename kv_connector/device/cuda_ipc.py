@@ -7,7 +7,6 @@ Invariant: only the device's thread touches peers' pools. A block counts as fetc
 own memory is right and its slot was the same before and after the copy.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +25,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
-
-_logger = logging.getLogger(__name__)
+from kvrelay.core.outages import Outages
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,7 @@ class CudaIpcConnector:
         self.stats = ConnectorStats()
         self._directory = segment_directory(settings)
         self._clock = MonotonicClock()
+        self._outages = Outages(self._clock.now)
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -125,7 +124,7 @@ class CudaIpcConnector:
 
     def _open_peer(self, pool: DevicePool, source: KVSource) -> _DevicePeer | Verdict:
         """Maps a peer, or returns why it cannot be. Called on the device's thread."""
-        segment = open_segment(self._directory, source, on_device=True)
+        segment = open_segment(self._directory, source, self._outages, on_device=True)
         if not isinstance(segment, PeerSegment):
             return segment
         verdict: Verdict | None = segment.mismatch(source, pool.geometry)
@@ -133,7 +132,8 @@ class CudaIpcConnector:
             try:
                 return _DevicePeer(segment, pool.memory.open(segment.device_handle, segment.preamble.num_blocks))
             except KVError as error:
-                _logger.warning(
+                self._outages.failed(
+                    f"mapping the device memory of node {source.node_id}",
                     "cannot map the device memory of node %s: %s; if no other connector reaches it, set "
                     "--kv-device-transfer staged for both",
                     source.node_id, error,

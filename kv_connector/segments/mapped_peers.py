@@ -19,6 +19,7 @@ from kv_connector.verdict import Verdict
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 
 _CHECK_SECONDS = 1.0  # between two checks whether the owners live
@@ -91,16 +92,20 @@ class MappedPeers(Generic[PeerT]):
             self._peers.popitem()[1].close()
 
 
-def open_segment(directory: Path, source: KVSource, *, on_device: bool = False) -> PeerSegment | Verdict:
+def open_segment(
+    directory: Path, source: KVSource, outages: Outages, *, on_device: bool = False
+) -> PeerSegment | Verdict:
     """Returns the segment of a living node, or why there is none. Raises FileNotFoundError if its file is not here."""
+    name = f"the segment of node {source.node_id}"
     try:
         segment = PeerSegment(directory, source.endpoint, on_device=on_device)
     except FileNotFoundError:
         raise  # `MappedPeers` says it once of each peer
     except (OSError, KVError) as error:
-        _logger.warning("cannot use the segment of node %s: %s", source.node_id, error)
+        outages.failed(name, "cannot use the segment of node %s: %s", source.node_id, error)
         return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
     if segment.owner_is_alive():
+        outages.succeeded(name)
         return segment
     segment.close()
     return FetchOutcome.FAILED

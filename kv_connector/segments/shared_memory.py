@@ -24,6 +24,7 @@ from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 
 _SLICE_BYTES = 16 << 20  # a few milliseconds of copying
 # Up to this much is digested on the loop: it takes less time than a switch to another thread and back, which would also
@@ -59,6 +60,7 @@ class SharedMemoryConnector:
         self._copy = copy
         self._directory = segment_directory(settings)
         self._clock: Clock = clock or MonotonicClock()
+        self._outages = Outages(self._clock.now)
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -123,7 +125,7 @@ class SharedMemoryConnector:
 
     def _open_peer(self, source: KVSource) -> MappedPeer | Verdict:
         """Maps a peer, or returns why it cannot be. Called on the worker thread."""
-        segment = open_segment(self._directory, source)
+        segment = open_segment(self._directory, source, self._outages)
         return MappedPeer(segment) if isinstance(segment, PeerSegment) else segment
 
 

@@ -7,7 +7,6 @@ Invariant: a peer that does not prove that it knows the cluster secret learns an
 """
 
 import asyncio
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,12 +29,11 @@ from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
 _MIN_CONCLUSIVE_TIMEOUT = 1.0  # seconds; running out of less time than that says nothing about the holder
 _MOST_BREAKERS = 256  # of which the oldest gives way
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -81,6 +79,7 @@ class UcxConnector:
                 "connector 'ucx' needs the address under which other nodes reach this one: set --ucx-host"
             )
         self._clock: Clock = clock or MonotonicClock()
+        self._outages = Outages(self._clock.now)
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -153,7 +152,8 @@ class UcxConnector:
         if attempt is None:
             self.stats.skipped += len(blocks)
             return
-        fetch = _Fetch(state.peer(source, self._key, self.stats), source, blocks, verdicts, timeout)
+        peer = state.peer(source, self._key, self.stats)
+        fetch = _Fetch(peer, source, blocks, verdicts, timeout, self._outages)
         state.fetches.add(fetch)
         try:
             await fetch.run()
@@ -172,7 +172,7 @@ class UcxConnector:
 
     def _open(self, transport: Transport, pool: Payloads, epoch: int) -> None:
         shared = SharedPool(pool, epoch)
-        self._state = _Open(shared, transport, Holder(transport, shared, self._key, self.stats))
+        self._state = _Open(shared, transport, Holder(transport, shared, self._key, self.stats, self._outages))
 
     def _require(self) -> _Open:
         if self._state is None:
@@ -197,10 +197,18 @@ class _Fetch:
     the holder has answered an Ask, whatever it said."""
 
     def __init__(
-        self, peer: Peer, source: KVSource, blocks: Sequence[NamedBlock], verdicts: list[Verdict], timeout: float
+        self,
+        peer: Peer,
+        source: KVSource,
+        blocks: Sequence[NamedBlock],
+        verdicts: list[Verdict],
+        timeout: float,
+        outages: Outages,
     ) -> None:
         self.peer = peer
         self.answered = False
+        self._outages = outages
+        self._has_failed = False
         self._source = source
         self._blocks = blocks
         self._verdicts = verdicts  # one per block, FAILED until there is an answer
@@ -226,9 +234,19 @@ class _Fetch:
             async with self._deadline:
                 await self._ask_all()
         except TimeoutError:
-            _logger.warning("node %s did not send all blocks in time", self._source.node_id)
+            self._fail("node %s did not send all blocks in time", self._source.node_id)
         finally:
             self._over.set()
+        if not self._has_failed:
+            self._outages.succeeded(self._name)
+
+    @property
+    def _name(self) -> str:
+        return f"fetching from node {self._source.node_id} over UCX"
+
+    def _fail(self, message: str, *args: object) -> None:
+        self._has_failed = True
+        self._outages.failed(self._name, message, *args)
 
     async def _ask_all(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -241,7 +259,7 @@ class _Fetch:
             try:
                 answer = await self.peer.ask(self._source, part)
             except (KVError, TimeoutError, OSError) as error:
-                _logger.warning("fetching from node %s failed: %s", self._source.node_id, str(error) or "no answer")
+                self._fail("fetching from node %s failed: %s", self._source.node_id, str(error) or "no answer")
                 return
             self.answered = True
             if isinstance(answer, Mismatch):

@@ -36,6 +36,7 @@ from kv_connector.ucx.protocol import (
 )
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 
 HANDSHAKE_SECONDS = 5.0
@@ -50,11 +51,19 @@ _logger = logging.getLogger(__name__)
 class Holder:
     """The sender of a pool's blocks, which serves readers from construction until `close`."""
 
-    def __init__(self, transport: Transport, shared: SharedPool[Payloads], key: bytes, stats: ConnectorStats) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        shared: SharedPool[Payloads],
+        key: bytes,
+        stats: ConnectorStats,
+        outages: Outages,
+    ) -> None:
         self._shared = shared
         self._geometry = shared.pool.geometry
         self._key = key
         self._stats = stats
+        self._outages = outages
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers = 0
         self._absent = np.frombuffer(ABSENT, np.uint8)
@@ -86,7 +95,8 @@ class Holder:
             pass  # the reader has left
         except ProtocolError as error:
             self._stats.peers_refused += 1
-            _logger.warning("dropped a UCX peer: %s", error)
+            # A peer has no name before it has proved itself: each reason is logged once while such peers keep coming.
+            self._outages.failed(f"serving UCX peers ({error})", "dropped a UCX peer: %s", error)
         except TimeoutError:
             _logger.info("dropped a UCX peer that went silent")
         finally:

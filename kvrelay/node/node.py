@@ -17,6 +17,7 @@ from typing import Protocol
 from kv_connector.base import KVConnector
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.outages import Outages
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission, EngineRequest, StepResult
@@ -87,6 +88,7 @@ class Node:
             connector,
             self.engine_thread,
             Absences(loop.time),
+            Outages(loop.time),
             block_size=engine.config.block_size,
             fetch_timeout=fetch_timeout,
             patience=2 * fetch_timeout,

@@ -15,6 +15,7 @@ from kv_connector.base import FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError, KVRelayError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import FetchReport
+from kvrelay.core.outages import Outages
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission
 from kvrelay.node.absences import Absences
@@ -33,6 +34,7 @@ class ReceptionContext:
     connector: KVConnector
     engine_thread: EngineThread
     absences: Absences
+    outages: Outages
     block_size: int
     fetch_timeout: float
     patience: float
@@ -145,14 +147,7 @@ class Receiver:
         if num_fetched:
             request_id = self._request_id
             self._context.engine_thread.post(lambda engine: engine.deliver(request_id, num_fetched))
-        origin = "the store" if ask.source is None else ask.source.node_id
-        _logger.debug("request %s: %d more leading blocks from %s", self._request_id, num_fetched, origin)
-        failures = [outcome.value for outcome in outcomes if outcome is not FetchOutcome.FETCHED]
-        if failures and ask.source is not None:
-            _logger.warning(
-                "request %s: %d of %d blocks did not arrive from %s: %s",
-                self._request_id, len(failures), len(outcomes), origin, failures[0],
-            )  # fmt: skip
+        _logger.debug("request %s: %d more leading blocks from %s", self._request_id, num_fetched, _origin(ask))
 
     async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
         """Fetches and returns one outcome per block of `ask`. Blocks that a holder was recently found not to have are
@@ -170,9 +165,10 @@ class Receiver:
         wanted = [self._missing[ask.indices[position]] for position in positions]
         try:
             found = await self._context.connector.fetch(source, wanted, timeout=self._timeout(ask))
+            self._note(ask, found)
         except KVError as error:
-            _logger.warning("request %s: nothing fetched: %s", self._request_id, error)
             found = (FetchOutcome.FAILED,) * len(wanted)
+            self._note(ask, found, str(error))
         for position, outcome in zip(positions, found, strict=True):
             outcomes[position] = outcome
         if source is not None:
@@ -180,12 +176,32 @@ class Receiver:
             absences.note(source, [block.block_hash for block, why in arrived if why is FetchOutcome.MISSING])
         return outcomes
 
+    def _note(self, ask: Ask, found: Sequence[FetchOutcome], error: str = "") -> None:
+        """Logs that blocks of `ask` did not arrive, unless nobody has said that they are there. While a link is broken,
+        that is so for every request."""
+        may_lack = ask.is_guess or ask.source is None
+        arrived = (FetchOutcome.FETCHED, FetchOutcome.MISSING) if may_lack else (FetchOutcome.FETCHED,)
+        failures = [outcome.value for outcome in found if outcome not in arrived]
+        name = f"fetching from {_origin(ask)}"
+        if failures:
+            self._context.outages.failed(
+                name,
+                "request %s: %d of %d blocks did not arrive from %s: %s",
+                self._request_id, len(failures), len(found), _origin(ask), error or failures[0],
+            )  # fmt: skip
+        elif FetchOutcome.FETCHED in found:
+            self._context.outages.succeeded(name)
+
     def _timeout(self, ask: Ask) -> float:
         timeout = self._context.fetch_timeout * (_GUESS_SHARE if ask.is_guess else 1.0)
         if self._ends_at is None:
             return timeout
         left = self._ends_at - asyncio.get_running_loop().time()
         return max(0.0, min(timeout, left * _DEADLINE_SHARE))
+
+
+def _origin(ask: Ask) -> str:
+    return "the store" if ask.source is None else ask.source.node_id
 
 
 def deadline_after(timeout_ms: int) -> float | None:

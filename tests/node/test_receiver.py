@@ -1,6 +1,7 @@
 """Blocks of one request from holders that fail in every way: what arrives is right, in order, and unpinned once."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ import pytest
 from kv_connector.base import FetchOutcome
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.node_report import FetchReport
+from kvrelay.core.outages import Outages
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ReceptionContext, deadline_after
+from tests.manual_clock import ManualClock
 from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
 from tests.node.holders import Holder, LadderConnector, content
 
@@ -61,6 +64,7 @@ async def reception(
     patience: float = PATIENCE,
     fetch_timeout: float = PATIENCE,
     absences: Absences | None = None,
+    outages: Outages | None = None,
     time_left: float | None = None,
     num_here: int = 0,
 ) -> AsyncIterator[Reception]:
@@ -98,6 +102,7 @@ async def reception(
                 connector,
                 node.engine_thread,
                 absences or Absences(lambda: 0.0),
+                outages or Outages(lambda: 0.0),
                 block_size=BLOCK_SIZE,
                 fetch_timeout=fetch_timeout,
                 patience=patience,
@@ -249,6 +254,38 @@ async def test_a_holder_whose_fetches_raise_is_asked_once() -> None:
         case.receiver.announce(case.h.source, 5)
         assert await task == FetchReport(37, (("h", 5),), num_failed=3)
         assert case.connector.fetches == [("p", 3), ("h", 3), ("h", 2)]
+
+
+async def test_a_source_that_fails_every_request_is_logged_once_and_once_more_when_it_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = ManualClock()
+    outages = Outages(clock.now)
+    for _ in range(5):
+        async with reception(outages=outages) as case:
+            case.connector.broken = {"p"}
+            case.receiver.announce(case.p.source, 5)
+            case.receiver.end()
+            assert (await case.run()).num_failed == 5
+    failed = "request r: 5 of 5 blocks did not arrive from p: told to fail; not logged again while it fails"
+    assert caplog.messages == [failed]
+    clock.seconds += 60
+    async with reception(outages=outages) as case:
+        await case.p.hold(case.admission, 5)
+        case.receiver.announce(case.p.source, 5, ended=True)
+        await case.run()
+    assert caplog.messages == [failed, "fetching from p works again; it failed 5 times"]
+
+
+async def test_blocks_that_nobody_has_announced_are_no_failure_of_a_source_that_lacks_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with reception() as case:
+        case.receiver.offer(case.h.source, 5)
+        case.receiver.end()
+        assert (await case.run()).num_tokens == 0
+    assert caplog.messages == []
 
 
 async def test_a_holder_that_hangs_costs_one_timeout() -> None:
