@@ -10,7 +10,8 @@
 5. P's stream ends, either because everything is published or because P has failed. D is told that P announces no more.
    a. D reports what it could fetch neither from P nor from the other holders and the store it knows of (`KVMissing`).
    b. Once per attempt, another prefill node is asked for it (`Refill`). Its announcements are forwarded to D as well.
-   c. If there is no other node, or it fails too, D is told that no more will come, and computes what it misses.
+   c. If there is no other node, or it fails too, or it could send the blocks only through the store that has failed D,
+      D is told that no more will come, and computes what it misses.
 6. D has its KV (`KVReady`). The leases are released.
 7. D's tokens go to the client until every output has a finish reason or the client needs no more of it. D is told to
    end such an output as soon as it has sent a token of it, while the client waits for others.
@@ -290,6 +291,8 @@ class Attempt:
             placement = self._place_refill(
                 self._node_request, self._prefill.source, num_missing_tokens=num_missing_tokens
             )
+            if placement is not None and not (self._prefill.source.endpoint or placement.source.endpoint):
+                placement = None  # both publish to the store alone, from which D has just got nothing
         self._log_missing(num_missing_tokens, placement)
         if placement is None:
             self._session.pull_no_more()

@@ -271,6 +271,25 @@ async def test_without_another_node_or_for_a_few_tokens_the_decode_node_computes
         assert all(node.calls.empty() for node in nodes.prefills)
 
 
+async def test_what_the_store_alone_did_not_bring_is_computed_by_the_decode_node() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes:
+        for node in nodes.prefills:
+            node.endpoint = ""
+            await node.stop()
+            await node.start_again(epoch=2)
+        handles = nodes.registry.prefill
+        await until(lambda: all(node.state is NodeState.LIVE and node.source.epoch == 2 for node in handles))
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            following, wire_id = await published(nodes, events)
+            nodes.decode.kv_missing(wire_id, 10)
+            assert (await nodes.decode.pull()).final
+            nodes.decode.kv_ready(wire_id, fetched=0, recomputed=10)
+            nodes.decode.tokens(wire_id, LAST)
+            assert await following == LAST
+            assert (await take_trace(events)).kv.num_recomputed_tokens == 10
+            assert all(node.calls.empty() for node in nodes.prefills)
+
+
 async def test_closing_ends_the_refill_and_both_leases() -> None:
     async with cluster(num_prefill_nodes=2) as nodes:
         events = nodes.relay.run(a_request())
