@@ -38,6 +38,7 @@ from kvrelay.core.kv_source import KVSource
 SEGMENT_VERSION = 1
 HANDLE_ROOM = 4096
 
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a predictable file: created exclusively, below
 _MAGIC = b"KVRELAY\0"
 _DEVICE_MAGIC = b"KVRELAYD"
 _HANDLE_LENGTH = struct.Struct("<I")
@@ -47,11 +48,15 @@ _NAME = re.compile(r"kvrelay-[A-Za-z0-9._-]+-[0-9a-f]{16}\.kv")
 
 def segment_directory(settings: SharedMemorySettings) -> Path:
     """Returns where segments are created: unless the settings say, in the system's shared memory, or in the temporary
-    directory where there is none."""
+    directory where there is none. Where there is neither, that is a directory that does not exist."""
     if settings.directory is not None:
         return Path(settings.directory)
-    shm = Path("/dev/shm")  # noqa: S108 - not a predictable file: created exclusively, below
-    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+    if _SHARED_MEMORY.is_dir():
+        return _SHARED_MEMORY
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return _SHARED_MEMORY
 
 
 def sweep(directory: Path) -> int:

@@ -1,11 +1,16 @@
 """Segments that come and go while another node sweeps: each is told apart from the file that had its name before."""
 
 import fcntl
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from kv_connector.segments import segment
 from kv_connector.segments.segment import OwnedSegment, PeerSegment, sweep
+from kv_connector.segments.shared_memory import SharedMemoryConnector
+from kv_connector.settings import SharedMemorySettings
+from kvrelay.core.errors import ConfigurationError
 from tests.kv_connector.backends import LAYOUT
 
 
@@ -49,3 +54,15 @@ def test_a_sweep_spares_a_segment_that_has_replaced_a_dead_one_meanwhile(
     [owned] = replacements
     assert owned.path == dead and dead.exists()
     owned.close()
+
+
+def test_without_shared_memory_and_a_temporary_directory_the_start_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "tmp")])
+    with pytest.raises(ConfigurationError, match=r"--shared-memory-dir: '.*/shm' is not a directory"):
+        SharedMemoryConnector(SharedMemorySettings()).allocate(LAYOUT, 4, node_id="owner", epoch=1)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path)])
+    assert segment.segment_directory(SharedMemorySettings()) == tmp_path
