@@ -1,4 +1,4 @@
-"""What a container or a service manager lets this process use (Linux, cgroup v2).
+"""What a container or a service manager lets this process use (Linux; cgroup v2, and of v1 the quotas of CPU time).
 
 The limits of a cgroup hold for all that is in it. So those of this process are those of its own cgroup and of all
 around that. In a container its own one usually looks like the root.
@@ -9,22 +9,58 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
-def cgroup_folders(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[Path]:
+
+def cgroup_folders(root: Path = Path("/sys/fs/cgroup"), membership: Path = _MEMBERSHIP) -> list[Path]:
     """Returns the folders of this process's cgroup and of those around it, innermost first."""
-    lines = membership.read_text().splitlines() if membership.is_file() else []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    own = next((line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/")), "")
+    return _folders(root, own)
+
+
+def cpu_folders_v1(membership: Path = _MEMBERSHIP, mounts: Path = Path("/proc/self/mountinfo")) -> list[Path]:
+    """Returns the same for the cgroup that v1 has for CPU time; nothing where v1 does not limit it."""
+    groups = (line.split(":", 2) for line in _lines(membership))
+    own = next((path for _, controllers, path in groups if "cpu" in controllers.split(",")), "/")
+    for line in _lines(mounts):  # ID PARENT DEVICE ROOT FOLDER OPTIONS ... - TYPE SOURCE CONTROLLERS
+        mount, _, file_system = line.partition(" - ")
+        fields = file_system.split(" ")
+        if fields[0] == "cgroup" and "cpu" in fields[-1].split(","):
+            root, folder = mount.split(" ")[3:5]
+            visible = Path(own).relative_to(root) if Path(own).is_relative_to(root) else Path()
+            return _folders(Path(folder), str(visible))
+    return []
+
+
+def available_cores(cgroups: Sequence[Path] | None = None) -> int:
+    """Returns how many cores this process may use by its affinity and by the quotas of its cgroups."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    for folder in (*cgroup_folders(), *cpu_folders_v1()) if cgroups is None else cgroups:
+        limit, period = _quota(folder)
+        if limit > 0:
+            cores = min(cores, max(1, limit // period))
+    return cores
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _folders(root: Path, own: str) -> list[Path]:
+    """Returns the folders of the cgroup `own` and of those around it up to `root`."""
     steps = Path(own).parts
     if ".." in steps:  # it lies outside of what can be seen from here
         steps = ()
     return [root.joinpath(*steps[:depth]) for depth in range(len(steps), -1, -1)]
 
 
-def available_cores(cgroups: Sequence[Path] | None = None) -> int:
-    """Returns how many cores this process may use by its affinity and by the quotas of its cgroups."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    for quota in (folder / "cpu.max" for folder in (cgroup_folders() if cgroups is None else cgroups)):
-        limit, period = quota.read_text().split() if quota.is_file() else ("max", "")
-        if limit != "max":
-            cores = min(cores, max(1, int(limit) // int(period)))
-    return cores
+def _quota(folder: Path) -> tuple[int, int]:
+    """Returns how many microseconds of CPU time a cgroup may use in a period, 0 or less if there is no limit, and the
+    period."""
+    v2, v1 = folder / "cpu.max", folder / "cpu.cfs_quota_us"
+    if v2.is_file():
+        limit, period = v2.read_text().split()
+        return (0 if limit == "max" else int(limit)), int(period)
+    if v1.is_file():
+        return int(v1.read_text()), int((folder / "cpu.cfs_period_us").read_text())
+    return 0, 1
