@@ -27,6 +27,8 @@ def difference(found: NodeDescription, expected: NodeDescription) -> str | None:
     """Returns the first difference because of which two nodes cannot exchange KV, with both values; None if they
     can."""
     ours, theirs = found.kv_namespace, expected.kv_namespace
+    arrangement, scales = _layout_parts(ours.layout_id)
+    their_arrangement, their_scales = _layout_parts(theirs.layout_id)
     fields: tuple[tuple[str, object, object], ...] = (
         ("KV dtype", ours.kv_dtype, theirs.kv_dtype),  # before the fingerprint, which depends on it and explains less
         (
@@ -35,13 +37,21 @@ def difference(found: NodeDescription, expected: NodeDescription) -> str | None:
             theirs.model_fingerprint.hex()[:16],
         ),
         ("block size", ours.block_size, theirs.block_size),
-        ("KV layout", ours.layout_id, theirs.layout_id),
+        ("KV layout", arrangement, their_arrangement),
+        ("digest of the FP8 scales (of the checkpoint or --calculate-kv-scales)", scales, their_scales),
         ("vocabulary size", found.vocab_size, expected.vocab_size),
     )
     for name, one, other in fields:
         if one != other:
             return f"{name} is {one}, not {other}"
     return _connector_difference(found, expected)
+
+
+def _layout_parts(layout_id: str) -> tuple[str, str]:
+    """Returns how a block's bytes are arranged, and the digest of their scales if there is one (`KVLayout.layout_id`
+    joins them)."""
+    parts = layout_id.split("/")
+    return "/".join(parts[:3]), "/".join(parts[3:])
 
 
 def _connector_difference(found: NodeDescription, expected: NodeDescription) -> str | None:

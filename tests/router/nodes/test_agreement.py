@@ -1,9 +1,12 @@
-"""Which nodes can exchange blocks through the connectors that they have."""
+"""Which nodes can exchange blocks, by the connectors that they have and by the meaning of the bytes."""
+
+from dataclasses import replace
 
 import pytest
 
 from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.endpoints import Endpoints
+from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeDescription
 from router.nodes.agreement import difference
@@ -40,3 +43,17 @@ def test_mapped_memory_connects_nodes_of_one_host_only(connector: str) -> None:
     assert difference(node(f"{connector},ucx"), node(f"{connector},ucx", THERE)) is None
     found = difference(node(f"{connector},ucx"), node(connector, THERE))
     assert found is not None and f"all they share is {connector}" in found and "--connector" in found
+
+
+def test_other_scales_are_told_apart_from_another_arrangement() -> None:
+    layout = KVLayout(num_kv_heads=2, num_layers=3, block_size=4, head_dim=8, dtype="float8_e4m3fn", scales_digest="ab")
+    ours, scaled, wider = (
+        replace(node("redis"), kv_namespace=KVNamespace(bytes(32), "float8_e4m3fn", found.layout_id, 4))
+        for found in (layout, replace(layout, scales_digest="cd"), replace(layout, head_dim=16, scales_digest="cd"))
+    )
+    assert difference(ours, ours) is None
+    assert difference(scaled, ours) == (
+        "digest of the FP8 scales (of the checkpoint or --calculate-kv-scales) is cd, not ab"
+    )
+    arrangements = "hl2td/2x3x2x4x16/float8_e4m3fn, not hl2td/2x3x2x4x8/float8_e4m3fn"
+    assert difference(wider, ours) == f"KV layout is {arrangements}"
