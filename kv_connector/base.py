@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from kv_connector.stats import ConnectorStats
+from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
@@ -42,6 +43,10 @@ FetchOutcomes = tuple[FetchOutcome, ...]
 """One outcome per requested block, in order."""
 
 
+class AccessDeniedError(KVError):
+    """A store does not accept our name and password, which waiting does not change."""
+
+
 class KVConnector(Protocol):
     """The connector of a node, over a pool that exists already. Called from the node's asyncio loop unless stated
     otherwise.
@@ -67,7 +72,8 @@ class KVConnector(Protocol):
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         """Makes blocks fetchable. The caller keeps them pinned and unchanged until this returns. Publishing a block
-        again is allowed and costs next to nothing. Raises KVError when none could be published."""
+        again is allowed and costs next to nothing. Raises KVError when none could be published, AccessDeniedError if
+        that is why."""
         ...
 
     def retract(self, block_ids: Sequence[int]) -> None:

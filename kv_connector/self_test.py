@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from kv_connector.base import FetchOutcome, HostConnector, KVConnector, PoolBuffer
+from kv_connector.base import AccessDeniedError, FetchOutcome, HostConnector, KVConnector, PoolBuffer
 from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -30,10 +30,12 @@ _TIMEOUT = 5.0
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
     """The result of a self-test. `problem`: why the connector is of no use, or "". `is_wrong`: it brought other bytes
-    and reported them as right. `bytes_per_second`: over a few blocks, once connected."""
+    and reported them as right. `is_denied`: a store does not let us in. `bytes_per_second`: over a few blocks, once
+    connected."""
 
     problem: str = ""
     is_wrong: bool = False
+    is_denied: bool = False
     bytes_per_second: float = 0.0
 
 
@@ -48,7 +50,7 @@ async def check_connector(make: Callable[[], HostConnector], *, timeout: float =
     try:
         return test.result()
     except (ConfigurationError, KVError) as error:
-        return SelfTestReport(str(error))
+        return SelfTestReport(str(error), is_denied=isinstance(error, AccessDeniedError))
 
 
 async def _check_connector(holder: HostConnector, reader: HostConnector, timeout: float) -> SelfTestReport:

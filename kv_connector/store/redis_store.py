@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from redis.exceptions import InvalidResponse
+from redis.exceptions import AuthenticationError, InvalidResponse
 
-from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
+from kv_connector.base import AccessDeniedError, FetchOutcome, FetchOutcomes, PoolBuffer
 from kv_connector.breaker import Attempt
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, slices
@@ -64,6 +64,7 @@ class RedisConnector:
         self._settings = settings
         self._clock: Clock = clock or MonotonicClock()
         self._link = RedisLink(settings, self._clock)
+        self._failure: Exception | None = None  # of the last offer, if there was one
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -87,6 +88,8 @@ class RedisConnector:
         if state.backlog is not None:
             state.backlog.add(claims)
         elif await self._offer(claims) == 0 and blocks:
+            if isinstance(self._failure, AuthenticationError):
+                raise AccessDeniedError("Redis wants another user or password than --redis-url has")
             raise KVError(f"none of {len(blocks)} blocks could be published to Redis")
 
     def retract(self, block_ids: Sequence[int]) -> None:
@@ -143,6 +146,7 @@ class RedisConnector:
     async def _offer(self, claims: Sequence[Claim]) -> int:
         """Stores blocks, except those that have lost their content meanwhile; returns how many Redis has now."""
         state = self._require()
+        self._failure = None
         held = lost = 0
         try:
             held, absent = await self._renew(claims)
@@ -158,6 +162,7 @@ class RedisConnector:
         except CircuitOpenError:
             self.stats.skipped += len(claims) - held - lost
         except UNREACHABLE as error:
+            self._failure = error
             _logger.warning("publishing to Redis failed: %s", described(error))
         self.stats.lost_unstored += lost
         self.stats.failed += len(claims) - held - lost
@@ -200,6 +205,7 @@ class RedisConnector:
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
+            self._failure = refused[0]
             why = described(refused[0])
             _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
             self._link.writes.failed(attempt)

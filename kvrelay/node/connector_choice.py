@@ -2,7 +2,7 @@
 self-test.
 
 Invariant: a connector that moves wrong bytes is never chosen. If one that was set does not work, the start ends with
-an error that names a remedy; a store is the exception, because it may come back.
+an error that names a remedy; a store is the exception, because it may come back, unless it refuses our password.
 """
 
 import ipaddress
@@ -66,7 +66,7 @@ async def choose_working(
         if not report.problem:
             _logger.info("connector %s: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)
             passed.add(name)
-        elif BACKENDS[name].is_store and not report.is_wrong:
+        elif BACKENDS[name].is_store and not (report.is_wrong or report.is_denied):
             _logger.warning("connector %s does not work now and is tried again later: %s", name, report.problem)
             passed.add(name)
         else:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,15 @@ async def test_no_redis_and_no_directory_are_problems_and_not_wrong_bytes(tmp_pa
     nowhere = SharedMemorySettings(f"{tmp_path}/nowhere")
     report = await check_connector(lambda: SharedMemoryConnector(nowhere))
     assert "is not a directory" in report.problem
+
+
+async def test_a_redis_that_wants_another_password_is_told_from_one_that_is_away(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, options=["--requirepass", "another"])
+    report = await check_connector(lambda: RedisConnector(RedisSettings(url=server.url)))
+    server.stop()
+    assert report.is_denied and "--redis-url" in report.problem
+    report = await check_connector(lambda: RedisConnector(RedisSettings(url=server.url)))
+    assert not report.is_denied and "could be published" in report.problem
 
 
 async def test_a_wrong_setting_raises() -> None:

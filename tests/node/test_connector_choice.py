@@ -82,6 +82,7 @@ class SelfTests:
 
 SILENT = SelfTestReport("nothing arrived")
 WRONG = SelfTestReport("other bytes", is_wrong=True)
+DENIED = SelfTestReport("another password", is_denied=True)
 
 
 @pytest.mark.parametrize("report", [SILENT, WRONG])
@@ -109,11 +110,14 @@ async def test_a_connector_that_is_set_and_fails_its_self_test_ends_the_start(
         await SelfTests(**{bad: report}).choose(value, host)
 
 
-async def test_a_redis_that_is_away_is_kept_but_one_that_moves_wrong_bytes_is_refused() -> None:
+@pytest.mark.parametrize("report", [WRONG, DENIED])
+async def test_a_redis_that_is_away_is_kept_but_not_one_that_waiting_does_not_mend(report: SelfTestReport) -> None:
     assert (await SelfTests(redis=SILENT).choose("ucx,redis")).names == ("ucx", "redis")
     assert (await SelfTests(redis=SILENT, ucx=SILENT).choose("auto")).names == ("redis",)
     with pytest.raises(ConfigurationError, match="--redis-url"):
-        await SelfTests(redis=WRONG).choose("ucx,redis")
+        await SelfTests(redis=report).choose("ucx,redis")
+    with pytest.raises(ConfigurationError, match="--redis-url"):
+        await SelfTests(redis=report, ucx=SILENT).choose("auto")
 
 
 async def test_each_connector_is_tested_once() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_connector.base import FetchOutcome, HostConnector
+from kv_connector.base import AccessDeniedError, FetchOutcome, HostConnector
 from kv_connector.header import HEADER_BYTES, Mismatch
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import RedisSettings, SharedMemorySettings
@@ -300,6 +300,24 @@ async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> N
             client.delete(key)
     await write_and_publish(setup.node, sent)
     assert set(await setup.fetch(sent)) == {FETCHED}
+
+
+@pytest.mark.parametrize("credentials", ["", ":wr0ng-passw0rd@", "nobody:wr0ng-passw0rd@"])
+@pytest.mark.parametrize("protocol", [2, 3])
+async def test_a_password_that_the_server_refuses_is_told_apart_and_not_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, credentials: str, protocol: int
+) -> None:
+    server = RedisServer(tmp_path, options=["--requirepass", "s3cr3t-passw0rd"])
+    try:
+        url = f"{server.url.replace('//', f'//{credentials}')}?protocol={protocol}"
+        connector = RedisConnector(RedisSettings(url=url, key_prefix=PREFIX))
+        node = Node(connector, "plain", 64, LAYOUT, EPOCH)
+        with pytest.raises(AccessDeniedError, match="another user or password than --redis-url has") as raised:
+            await write_and_publish(node, blocks(1))
+        await connector.close()
+    finally:
+        server.stop()
+    assert "passw0rd" not in f"{raised.value}{caplog.text}"
 
 
 async def test_a_password_that_a_server_repeats_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
