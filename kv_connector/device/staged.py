@@ -11,7 +11,6 @@ neither `inner` nor the device touches it any more.
 """
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector, PoolBuffer
@@ -24,13 +23,13 @@ from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 
 _PART_BYTES = 32 << 20  # copied at a time
 _ARRIVAL_SHARE = 4  # one slot in so many is for arriving blocks,
 _ARRIVAL_BYTES = 512 << 20  # but no more than this in all
 _FEWEST_SLOTS = 8
-
-_logger = logging.getLogger(__name__)
+_ARRIVAL, _DEPARTURE = "fetching through the staging", "publishing through the staging"
 
 
 def staging_blocks(layout: KVLayout, num_blocks: int, staging_bytes: int) -> int:
@@ -61,6 +60,7 @@ class StagedConnector:
         self._inner = inner
         self._memory = memory
         self._clock = MonotonicClock()
+        self._outages = Outages(self._clock.now)
         self._arrivals = ArrivalSlots(range(num_arriving))
         self._copies = StagedCopies(range(num_arriving, staging.num_blocks), memory.num_blocks)
         # Small enough that there is room for parts of two fetches, and of two publications, at a time.
@@ -89,7 +89,9 @@ class StagedConnector:
         if errors and len(errors) == num_parts:
             raise errors[0]
         for failure in errors:
-            _logger.warning("some of %d blocks are not published: %s", len(blocks), failure)
+            self._outages.failed(_DEPARTURE, "some of %d blocks are not published: %s", len(blocks), failure)
+        if not errors:
+            self._outages.succeeded(_DEPARTURE)
 
     def retract(self, block_ids: Sequence[int]) -> None:
         self._take_back(self._copies.forget(block_ids))
@@ -104,9 +106,11 @@ class StagedConnector:
                 async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
                     slots = await self._arrivals.take(min(self._fetch_part, len(rest)))
             except TimeoutError:
-                _logger.warning("no staging slot for %d blocks in time: raise --kv-staging-gib", len(rest))
+                message = "no staging slot for %d blocks in time: raise --kv-staging-gib"
+                self._outages.failed(_ARRIVAL, message, len(rest))
                 outcomes += [FetchOutcome.FAILED] * len(rest)
                 break
+            self._outages.succeeded(_ARRIVAL)
             try:
                 left = max(0.0, deadline - self._clock.now())
                 outcomes += await self._fetch(source, rest[: len(slots)], slots, left)

@@ -146,6 +146,24 @@ async def test_a_slot_that_is_being_published_is_given_to_nobody_else() -> None:
         await node.connector.close()
 
 
+class FailsEverySecondTime(InProcessConnector):
+    _num_calls = 0
+
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+        self._num_calls += 1
+        if self._num_calls % 2 == 0:
+            raise KVError("told to fail")
+        await super().publish(blocks)
+
+
+async def test_blocks_that_are_published_in_part_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    owner = DeviceNode(FailsEverySecondTime(InProcessHub()), "owner", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    for turn in range(3):
+        await write_and_publish(owner, blocks(6, tag=str(turn)))
+    assert caplog.messages == ["some of 6 blocks are not published: told to fail; not logged again while it fails"]
+    await owner.connector.close()
+
+
 async def test_another_name_for_a_block_replaces_its_copy(pair: Pair) -> None:
     first, second = blocks(1, tag="tail", tail=5), blocks(1, tag="full")
     await write_and_publish(pair.owner, first)
@@ -170,14 +188,18 @@ async def test_a_fetch_that_is_cancelled_while_blocks_go_to_the_device_waits_for
     assert await pair.fetch(1) == (FETCHED,), "the slots are free again"
 
 
-async def test_a_fetch_that_gets_no_slot_in_time_fails(pair: Pair) -> None:
+async def test_fetches_that_get_no_slot_in_time_fail_and_are_logged_once(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     await write_and_publish(pair.owner, blocks(3))
     pair.peer.device.gate.clear()
     stuck = [asyncio.create_task(pair.fetch(1)) for _ in range(2)]
     await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
     while pair.peer.staged._arrivals._free:
         await asyncio.sleep(0)
-    assert await pair.fetch(3, timeout=0.01) == (FAILED,) * 3
+    for _ in range(3):
+        assert await pair.fetch(3, timeout=0.01) == (FAILED,) * 3
+    assert caplog.text.count("raise --kv-staging-gib") == 1
     pair.peer.device.gate.set()
     assert await asyncio.gather(*stuck) == [(FETCHED,)] * 2
 
