@@ -12,6 +12,7 @@ import grpc
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
+from kvrelay.core.outages import Outages
 from router.nodes.outlier import Outlier
 
 
@@ -36,13 +37,14 @@ class NodeHandle:
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
     `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
-    all routers but comes late. `lacks_kv`: the log has said so, and no request got all that it fetched there since.
+    all routers but comes late. `outages`: of what requests need there.
     """
 
     address: str
     role: NodeRole
     channel: grpc.aio.Channel
     outlier: Outlier
+    outages: Outages
     state: NodeState = NodeState.CONNECTING
     description: NodeDescription | None = None
     misfit: str | None = None
@@ -56,7 +58,6 @@ class NodeHandle:
     watched: tuple[int, int] | None = None  # epoch and sequence number of the last event that the index has
     num_queued_tokens: int = 0
     num_sequences: int = 0
-    lacks_kv: bool = False
 
     @property
     def name(self) -> str:

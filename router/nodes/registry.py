@@ -26,6 +26,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
+from kvrelay.core.outages import Outages
 from kvrelay.core.rpc import RECONNECT_SECONDS, channel_options, error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
@@ -89,7 +90,7 @@ class Registry:
 
     def _handle(self, address: str, role: NodeRole) -> NodeHandle:
         outlier = Outlier(f"{role.value} node {address}", self.clock, self._random)
-        return NodeHandle(address, role, self._connect(address), outlier)
+        return NodeHandle(address, role, self._connect(address), outlier, Outages(self.clock.now))
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -184,7 +185,7 @@ class Registry:
             if not self._belongs_to_another(node, known.source.node_id):
                 self.index.drop(known.source.node_id)
             node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
-            node.lacks_kv = False
+            node.outages = Outages(self.clock.now)
         for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
         self._check(node)

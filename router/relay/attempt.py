@@ -303,13 +303,10 @@ class Attempt:
 
     def _log_missing(self, num_tokens: int, refill: PrefillPlacement | None) -> None:
         """Logs that KV does not get to D, once: while a store or a network fails, it is so for every request."""
-        if self._decode.node.lacks_kv:
-            return
-        self._decode.node.lacks_kv = True
         again_at = self.decode_node if refill is None else refill.source.node_id
-        _logger.warning(
-            "request %s: the KV of %d tokens did not get to %s, and is computed again by %s; not logged again until KV "
-            "arrives there",
+        self._decode.node.outages.failed(
+            f"moving KV to {self.decode_node}",
+            "request %s: the KV of %d tokens did not get to %s, and is computed again by %s",
             self._wire_id, num_tokens, self.decode_node, again_at,
         )  # fmt: skip
 
@@ -321,9 +318,8 @@ class Attempt:
             rungs=self._rungs(),
         )
         has_all = self._refill is None and ready.num_recomputed_tokens == 0 and bool(ready.fetches.fetched)
-        if has_all and self._decode.node.lacks_kv:
-            self._decode.node.lacks_kv = False
-            _logger.info("KV arrives at %s again", self.decode_node)
+        if has_all:
+            self._decode.node.outages.succeeded(f"moving KV to {self.decode_node}")
         if self._refill is not None:
             self._refill.enough()
         if self._has_first_tokens:  # until then the prefill still needs its blocks

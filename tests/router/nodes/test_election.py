@@ -9,6 +9,7 @@ import pytest
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
+from kvrelay.core.outages import Outages
 from router.nodes import election
 from router.nodes.agreement import difference
 from router.nodes.election import VOTE_SECONDS, elect
@@ -20,7 +21,8 @@ NOW = 1000.0
 
 
 def node(name: str, block_size: int, *, heard_at: float | None = NOW) -> NodeHandle:
-    handle = NodeHandle(name, NodeRole.DECODE, cast(Any, None), Outlier(name, MonotonicClock(), Random(0)))
+    clock = MonotonicClock()
+    handle = NodeHandle(name, NodeRole.DECODE, cast(Any, None), Outlier(name, clock, Random(0)), Outages(clock.now))
     handle.heard_at = heard_at
     handle.description = NodeDescription(
         role=NodeRole.DECODE,
