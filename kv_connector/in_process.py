@@ -17,6 +17,7 @@ from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 
 _SLICE_BYTES = 1 << 20  # copied on the loop, which runs others after each
 
@@ -39,6 +40,7 @@ class InProcessConnector:
         self._hub = hub
         self._copy = copy
         self._clock: Clock = clock or MonotonicClock()
+        self._outages = Outages(self._clock.now)
         self._shared: SharedPool[LocalPool] | None = None
         self._endpoint = ""
 
@@ -78,7 +80,7 @@ class InProcessConnector:
                 break
             verdicts.found += self._read(source, part)
             await asyncio.sleep(0)
-        return verdicts.settle(source, self.stats, block_bytes=block_bytes)
+        return verdicts.settle(source, self.stats, self._outages, block_bytes=block_bytes)
 
     async def close(self) -> None:
         shared, self._shared = self._shared, None

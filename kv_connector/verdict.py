@@ -1,6 +1,5 @@
-"""Turns a backend's verdicts on blocks into the result of a fetch, counts them, and logs those that were refused."""
+"""Turns a backend's verdicts on blocks into the result of a fetch, counts them, and logs that some were refused."""
 
-import logging
 from collections import Counter
 
 from kv_connector.base import FetchOutcome, FetchOutcomes
@@ -8,11 +7,10 @@ from kv_connector.header import Mismatch
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock
 from kvrelay.core.kv_source import KVSource
+from kvrelay.core.outages import Outages
 
 Verdict = FetchOutcome | Mismatch
 """An outcome, or the field for which the block was refused."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Verdicts:
@@ -31,8 +29,11 @@ class Verdicts:
         """Returns the time left; 0 or less when it is over."""
         return self._timeout - (self._clock.now() - self._started)
 
-    def settle(self, source: KVSource | None, stats: ConnectorStats, *, block_bytes: int) -> FetchOutcomes:
-        """Returns the result of the fetch. Blocks without a verdict have FAILED. `source` is None for a store."""
+    def settle(
+        self, source: KVSource | None, stats: ConnectorStats, outages: Outages, *, block_bytes: int
+    ) -> FetchOutcomes:
+        """Returns the result of the fetch. Blocks without a verdict have FAILED. `source` is None for a store.
+        `outages`: those of the connector."""
         self.found += [FetchOutcome.FAILED] * (self._num_blocks - len(self.found))
         outcomes = tuple(FetchOutcome.REFUSED if isinstance(found, Mismatch) else found for found in self.found)
         fetched = outcomes.count(FetchOutcome.FETCHED)
@@ -45,5 +46,8 @@ class Verdicts:
         origin = "the store" if source is None else f"node {source.node_id}"
         for mismatch, count in refused.items():
             stats.refused[mismatch] += count
-            _logger.warning("refused %d of %d blocks from %s: %s differs", count, len(outcomes), origin, mismatch.value)
+            message = "refused %d of %d blocks from %s: %s differs"
+            outages.failed(f"verifying blocks from {origin}", message, count, len(outcomes), origin, mismatch.value)
+        if fetched and not refused:
+            outages.succeeded(f"verifying blocks from {origin}")
         return outcomes

@@ -26,6 +26,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 
 CopyBlocks = Callable[[PeerT, Sequence[int], Sequence[int]], Sequence[bytes]]
@@ -65,13 +66,14 @@ class SegmentReader(Generic[PeerT]):
         self._slice_bytes = slice_bytes
         self._stats = stats
         self._clock = clock
+        self._outages = Outages(clock.now)
         self._open = True
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         """Implements `KVConnector.fetch`. Raises KVError when this is closed meanwhile."""
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         await self._fetch(source, blocks, verdicts)
-        return verdicts.settle(source, self._stats, block_bytes=self._pool.block_bytes)
+        return verdicts.settle(source, self._stats, self._outages, block_bytes=self._pool.block_bytes)
 
     async def close(self) -> None:
         """Unmaps the peers, after the copy under way."""

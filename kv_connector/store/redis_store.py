@@ -30,6 +30,7 @@ from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class RedisConnector:
         self.stats = ConnectorStats()
         self._settings = settings
         self._clock: Clock = clock or MonotonicClock()
+        self._outages = Outages(self._clock.now)
         self._link = RedisLink(settings, self._clock)
         self._failure: Exception | None = None  # of the last offer, if there was one
         self._state: _Open | None = None
@@ -114,7 +116,7 @@ class RedisConnector:
             except UNREACHABLE as error:
                 _logger.warning("fetching from Redis failed: %s", described(error))
                 break
-        return verdicts.settle(None, self.stats, block_bytes=block_bytes)
+        return verdicts.settle(None, self.stats, self._outages, block_bytes=block_bytes)
 
     async def close(self) -> None:
         state, self._state = self._state, None

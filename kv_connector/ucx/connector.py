@@ -126,7 +126,7 @@ class UcxConnector:
         state = self._require()
         if source is not None and blocks and timeout > 0:
             await self._ask(state, source, blocks, verdicts.found, timeout)
-        return verdicts.settle(source, self.stats, block_bytes=state.shared.pool.block_bytes)
+        return verdicts.settle(source, self.stats, self._outages, block_bytes=state.shared.pool.block_bytes)
 
     async def close(self) -> None:
         state, self._state = self._state, None

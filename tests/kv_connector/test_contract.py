@@ -204,16 +204,20 @@ async def test_another_epoch_is_refused_where_the_source_matters(
     assert peer.first_stats.refused[Mismatch.EPOCH] == (2 if harness.has_source else 0)
 
 
-async def test_a_damaged_payload_is_refused(node: MakeNode, harness: Harness | DirectHarness) -> None:
+async def test_a_damaged_payload_is_refused_and_logged_once(
+    node: MakeNode, harness: Harness | DirectHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     owner, peer = node("owner"), node("peer")
     sent = blocks(3)
     await write_and_publish(owner, sent)
-    harness.damage(owner, sent[1])
-    result = await peer.connector.fetch(owner.source, sent, timeout=10)
-    assert result == (FETCHED, REFUSED, FETCHED)
-    assert peer.first_stats.refused[Mismatch.DIGEST] == 1
-    owner.connector.retract([1])
-    await write_and_publish(owner, [sent[1]])  # the name can be used again
+    for count in (1, 2):
+        harness.damage(owner, sent[1])
+        result = await peer.connector.fetch(owner.source, sent, timeout=10)
+        assert result == (FETCHED, REFUSED, FETCHED)
+        assert peer.first_stats.refused[Mismatch.DIGEST] == count
+        owner.connector.retract([1])
+        await write_and_publish(owner, [sent[1]])  # the name can be used again
+    assert caplog.text.count("refused 1 of 3 blocks") == 1
     assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {FETCHED}
 
 
