@@ -35,6 +35,7 @@ class BlockPool:
         self._index: dict[BlockHash, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used next
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._num_cached = 0  # times that a block became evictable
         self._stored: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
 
@@ -42,6 +43,12 @@ class BlockPool:
     def num_free(self) -> int:
         """Counts the blocks that `allocate` could hand out: free or evictable ones."""
         return len(self._free) + len(self._evictable)
+
+    @property
+    def num_given_back(self) -> int:
+        """Returns a number that grows by one with each block that nobody holds any more, and shrinks only when one
+        without a name is allocated."""
+        return len(self._free) + self._num_cached
 
     def allocate(self, count: int) -> list[int] | None:
         """Returns `count` unnamed blocks with one request reference each, or None, with nothing changed, if there are
@@ -168,6 +175,7 @@ class BlockPool:
                 self._free.append(block_id)
             else:
                 self._evictable[block_id] = None
+                self._num_cached += 1
 
     def _forget(self, block_ids: Sequence[int]) -> None:
         """Removes the names of these blocks, after telling `on_evict`."""

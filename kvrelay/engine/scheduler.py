@@ -17,6 +17,7 @@ from itertools import chain
 from kvrelay.core.option_types import SchedulingPolicy
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.block_shortage import BlockShortage, find_shortage
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.sampling.penalties import reads_tokens
@@ -71,6 +72,7 @@ class Scheduler:
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
         self._pool = pool
+        self._shortage: BlockShortage | None = None  # of the queued sequence that last lacked blocks
 
     def add(self, sequence: Sequence) -> None:
         """Adds a new sequence. Its state says whether its KV will arrive from outside."""
@@ -90,6 +92,8 @@ class Scheduler:
             case SequenceState.FINISHED:
                 return
         sequence.state = SequenceState.FINISHED
+        if self._shortage is not None and self._shortage.sequence is sequence:
+            self._shortage = None
         self._free_blocks(sequence)
 
     def reserve(self) -> list[Sequence]:
@@ -216,19 +220,22 @@ class Scheduler:
     def _begin(self, sequence: Sequence, budget: int, copies: list[tuple[int, int]]) -> int:
         """Gives a waiting sequence the blocks for its first tokens. Returns how many tokens these are; 0, with the
         sequence unchanged, if there is no room for it."""
-        if not self._has_room_for(sequence):
+        if not self._has_room_for(sequence) or not self._has_blocks_for(sequence):
             return 0
         self._take_cached_blocks(sequence)
         count = min(sequence.num_missing_tokens, budget)
-        if self._fits(sequence) and self._grow(sequence, count, copies):
-            return count
-        self._free_blocks(sequence)
-        return 0
+        has_grown = self._grow(sequence, count, copies)
+        assert has_grown, "there were blocks for all its tokens"
+        return count
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Tells whether there are blocks for all tokens that a waiting sequence lacks. Begun without them, it would be
-        preempted and begin again, for as long as leases hold the blocks."""
-        return self._num_blocks_for_missing(sequence) <= self._pool.num_free
+    def _has_blocks_for(self, sequence: Sequence, *, num_kept: int = 0) -> bool:
+        """Tells whether there are blocks for all tokens of a queued sequence, with `num_kept` kept for others. Begun
+        without them, it would be preempted and begin again, for as long as leases hold the blocks."""
+        shortage = self._shortage
+        if shortage is not None and shortage.goes_on(sequence, self._pool, num_kept=num_kept):
+            return False
+        self._shortage = find_shortage(sequence, self._pool, num_kept=num_kept)
+        return self._shortage is None
 
     def _num_blocks_for_missing(self, sequence: Sequence) -> int:
         shared, num_new = self._blocks_to_take(sequence, sequence.num_missing_tokens)
@@ -307,14 +314,13 @@ class Scheduler:
     def _take_given_blocks(self, sequence: Sequence) -> bool:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
         too few for the later chunks of running prompts, which would be preempted."""
+        prompts = (other for other in self.running if other.num_missing_tokens > 1)
+        if not self._has_blocks_for(sequence, num_kept=sum(map(self._num_blocks_for_missing, prompts))):
+            return False
         self._take_cached_blocks(sequence)
         num_new = -(-sequence.num_given_tokens // self.config.block_size) - len(sequence.block_table)
-        prompts = (other for other in self.running if other.num_missing_tokens > 1)
-        num_spare = self._pool.num_free - sum(map(self._num_blocks_for_missing, prompts))
-        blocks = self._pool.allocate(num_new) if num_new <= num_spare else None
-        if blocks is None:
-            self._free_blocks(sequence)
-            return False
+        blocks = self._pool.allocate(num_new)
+        assert blocks is not None, "there were blocks for all its tokens"
         sequence.block_table.extend(blocks)
         return True
 

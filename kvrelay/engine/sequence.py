@@ -173,6 +173,12 @@ class Sequence:
             self._block_hashes += block_hashes(parent, self.token_ids[num_named * size : num_blocks * size], size)
         return self._block_hashes[:num_blocks]
 
+    def block_hash(self, place: int) -> BlockHash:
+        """Returns the name of the full block at `place`, whose tokens must be known."""
+        if place >= len(self._block_hashes):
+            self.block_hashes(place + 1)
+        return self._block_hashes[place]
+
     def fixed_edits(self) -> FixedEdits:
         """Returns the biases and stop tokens of the request, as arrays that are built once."""
         if self._fixed is None:

@@ -1,12 +1,19 @@
 """Who gets blocks when there are too few for requests whose KV moves between engines."""
 
+import random
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
+from kvrelay.core.block_hash import BlockHash
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.block_shortage import find_shortage
 from kvrelay.engine.request import KVRole
+from kvrelay.engine.sequence import Sequence
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import Harness, first_tokens, move, produce, prompt_of, request
+from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, produce, prompt_of, request
 
 
 def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
@@ -154,3 +161,98 @@ def test_a_request_that_waits_for_blocks_holds_none_of_those_it_has_found() -> N
     harness.engine.abort("found")
     harness.engine.abort("before")
     harness.engine.check_idle()
+
+
+def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lookup takes long for a long prompt, and those that decode beside it would wait for it at each step."""
+    looked_up: list[int] = []
+    lookup = BlockPool.lookup
+
+    def counted(pool: BlockPool, names: SequenceOf[BlockHash]) -> list[int]:
+        looked_up.append(len(names))
+        return lookup(pool, names)
+
+    harness = Harness(num_blocks=24)
+    long = prompt_of(128)
+    harness.engine.add(request("before", long, 1))
+    harness.run()
+    harness.engine.add(request("decoding", prompt_of(64, 1), 40))
+    harness.step()
+    harness.engine.add(request("long", long, 8))
+    monkeypatch.setattr(BlockPool, "lookup", counted)
+    while ("decoding", 0) not in harness.finished:
+        harness.step()
+    assert looked_up == [15], "once when it came, in 40 steps"
+    harness.run()
+    assert looked_up == [15, 15, 15], "once more to see that it fits, and once to take them"
+    assert harness.tokens["long", 0] == expected_output(long, 8)
+
+
+class _History:
+    """Random holders of blocks, some of which have the names of the blocks of `sequence`."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.pool = BlockPool(16, on_evict=lambda block_ids: None)
+        self.sequence = Sequence(
+            request("a", prompt_of(self.rng.randrange(40, 120), seed)),
+            index=0,
+            root=NAMESPACE.root(cache_salt=b""),
+            block_size=BLOCK_SIZE,
+            max_model_len=1024,
+            arrival=1,
+            priority=0,
+        )
+        self.names = self.sequence.block_hashes(self.sequence.num_cacheable_blocks)
+        self.held: list[list[int]] = []
+        self.pinned: list[list[int]] = []
+
+    def move(self) -> None:
+        self.rng.choice((self.allocate, self.hit, self.release, self.release, self.pin, self.unpin, self.register))()
+
+    def allocate(self) -> None:
+        if (blocks := self.pool.allocate(self.rng.randrange(1, 5))) is not None:
+            self.held.append(blocks)
+
+    def hit(self) -> None:
+        found = self.pool.lookup(self.names[: self.rng.randrange(1, len(self.names))])
+        self.pool.acquire(found)
+        self.held.append(found)
+
+    def release(self) -> None:
+        if self.held:
+            self.pool.release(self.held.pop(self.rng.randrange(len(self.held))))
+
+    def pin(self) -> None:
+        if self.held:
+            self.pinned.append(self.rng.choice(self.held))
+            self.pool.pin(self.pinned[-1])
+
+    def unpin(self) -> None:
+        if self.pinned:
+            self.pool.unpin(self.pinned.pop(self.rng.randrange(len(self.pinned))))
+
+    def register(self) -> None:
+        """Names some blocks, mostly in the order of the sequence, and others in ways that it does not know."""
+        missing = [name for name in self.names if self.pool.find(name) is None]
+        others = [BlockHash(self.rng.randbytes(32)) for _ in range(2)]
+        unnamed = [block for block in chain(*self.held) if self.pool.hash_of(block) is None]
+        for block, name in zip(unnamed, self.rng.choice((missing, missing[::-1], others)), strict=False):
+            self.pool.register(block, name)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_sequence_that_fits_is_never_told_to_lack_blocks(seed: int) -> None:
+    """However blocks are taken, given back, named and evicted meanwhile."""
+    history = _History(seed)
+    sequence, pool = history.sequence, history.pool
+    shortage = None
+    for _ in range(400):
+        history.move()
+        num_kept = history.rng.choice((0, 0, 0, 2))
+        if shortage is not None and shortage.goes_on(sequence, pool, num_kept=num_kept):
+            assert find_shortage(sequence, pool, num_kept=num_kept) is not None
+        else:
+            shortage = find_shortage(sequence, pool, num_kept=num_kept)

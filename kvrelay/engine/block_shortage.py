@@ -1,0 +1,47 @@
+"""Whether a queued sequence still lacks blocks, told at each step in a time that does not depend on its length.
+
+Invariant: a sequence for which the pool has enough blocks is never told to lack them.
+"""
+
+from dataclasses import dataclass
+
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class BlockShortage:
+    """What the pool lacked when the blocks of a queued sequence were looked up.
+
+    The sequence fits when as many blocks are free as it has blocks that nobody holds under their names. To take or give
+    back a block that it finds changes both numbers alike. What brings it nearer, each by one, is a block that is given
+    back, less one without a name that is allocated, and the name of the first block that it did not find. A block that
+    is evicted does not, even if its name comes again. When these together reach `enough`, its blocks have to be looked
+    up again."""
+
+    sequence: Sequence
+    num_found: int
+    enough: int
+
+    def goes_on(self, sequence: Sequence, pool: BlockPool, *, num_kept: int) -> bool:
+        """Tells whether it is certain that this sequence does not fit yet while `num_kept` blocks are kept for
+        others."""
+        if sequence is not self.sequence:
+            return False
+        num_cacheable = sequence.num_cacheable_blocks
+        while self.num_found < num_cacheable and pool.find(sequence.block_hash(self.num_found)) is not None:
+            self.num_found += 1
+        return pool.num_given_back - num_kept + self.num_found < self.enough
+
+
+def find_shortage(sequence: Sequence, pool: BlockPool, *, num_kept: int) -> BlockShortage | None:
+    """Looks up the blocks of a queued sequence, which holds none. Returns None if the pool has enough for all its
+    tokens while `num_kept` are kept for others. Otherwise those that it finds will be the last to be evicted."""
+    found = pool.lookup(sequence.block_hashes(sequence.num_cacheable_blocks))
+    num_blocks = -(-sequence.num_tokens // sequence.block_size)
+    pool.acquire(found)
+    num_lacking = num_blocks - len(found) - (pool.num_free - num_kept)
+    pool.release(found)
+    if num_lacking <= 0:
+        return None
+    return BlockShortage(sequence, len(found), pool.num_given_back - num_kept + len(found) + num_lacking)
