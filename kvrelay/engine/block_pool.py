@@ -67,9 +67,10 @@ class BlockPool:
             self._request_refs[block_id] = 1
         return block_ids
 
-    def acquire(self, block_ids: Sequence[int]) -> None:
-        """Adds one request reference to each block. The blocks are in use or evictable, as `lookup` returns them."""
-        self._take(block_ids, self._request_refs)
+    def acquire(self, block_ids: Sequence[int], *, times: int = 1) -> None:
+        """Adds `times` request references to each block. The blocks are in use or evictable, as `lookup` returns
+        them."""
+        self._take(block_ids, self._request_refs, times)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Takes one request reference from each block.
@@ -82,7 +83,7 @@ class BlockPool:
 
     def pin(self, block_ids: Sequence[int]) -> None:
         """Adds one pin, the reference of a transfer, to each block. The blocks are in use or evictable."""
-        self._take(block_ids, self._pins)
+        self._take(block_ids, self._pins, 1)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Takes one pin from each block, the last block first as in `release`."""
@@ -158,18 +159,18 @@ class BlockPool:
     def _is_held(self, block_id: int) -> bool:
         return self._request_refs[block_id] > 0 or self._pins[block_id] > 0
 
-    def _take(self, block_ids: Sequence[int], counts: list[int]) -> None:
+    def _take(self, block_ids: Sequence[int], counts: list[int], times: int) -> None:
         for block_id in block_ids:
-            if not self._is_held(block_id):
+            if counts[block_id] == 0 and not self._is_held(block_id):
                 assert block_id in self._evictable, f"block {block_id} is free, there is nothing to take"
                 del self._evictable[block_id]
-            counts[block_id] += 1
+            counts[block_id] += times
 
     def _give_back(self, block_ids: Sequence[int], counts: list[int]) -> None:
         for block_id in reversed(block_ids):
             assert counts[block_id] > 0, f"block {block_id} is given back more often than it was taken"
             counts[block_id] -= 1
-            if self._is_held(block_id):
+            if counts[block_id] > 0 or self._is_held(block_id):
                 continue
             if self._block_hashes[block_id] is None:
                 self._free.append(block_id)

@@ -321,16 +321,15 @@ class Engine:
     def _branch(self, sequence: Sequence, tokens: list[tuple[int, int]]) -> None:
         """Continues each output (index, first new token) as a sequence of its own. They share the given tokens'
         blocks."""
-        siblings = [sequence.fork(index) for index, _ in tokens[1:]]
+        siblings = [sequence.fork(index, token_id) for index, token_id in tokens[1:]]
+        if siblings:
+            self.pool.acquire(sequence.block_table, times=len(siblings))
         for sibling in siblings:
-            self.pool.acquire(sibling.block_table)
             self._scheduler.run(sibling)
-        sequence.index = tokens[0][0]  # below its siblings', so that its place among the running ones stays
+        sequence.index, token_id = tokens[0]  # below its siblings', so that its place among the running ones stays
+        sequence.token_ids.append(token_id)
         sequence.first_tokens = []
-        branches = [sequence, *siblings]
-        for branch, (_, token_id) in zip(branches, tokens, strict=True):
-            branch.token_ids.append(token_id)
-        self._sequences[sequence.request.request_id] = branches
+        self._sequences[sequence.request.request_id] = [sequence, *siblings]
 
     def _finish(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)

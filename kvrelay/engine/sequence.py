@@ -74,15 +74,17 @@ class Sequence:
         max_model_len: int,
         arrival: int,
         priority: int,
+        token_ids: list[int] | None = None,
     ) -> None:
         self.request = request
         self.priority = priority
         self.index = index
         self.arrival = arrival
         self.block_size = block_size
-        self.token_ids: list[int] = list(request.given_token_ids)
+        given_token_ids = request.given_token_ids
+        self.token_ids = list(given_token_ids) if token_ids is None else token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_given_tokens = len(self.token_ids)
+        self.num_given_tokens = len(given_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
         self.num_computed_tokens = 0
         self.num_launched_tokens = 0
@@ -228,8 +230,9 @@ class Sequence:
             missing.append(NamedBlock(self.block_table[-1], *tail))
         return missing
 
-    def fork(self, index: int) -> "Sequence":
-        """Returns a sibling with the same tokens and blocks. The caller takes the references to the blocks."""
+    def fork(self, index: int, token_id: int) -> "Sequence":
+        """Returns a sibling with the same tokens and then `token_id`, and the same blocks. The caller takes the
+        references to the blocks."""
         sibling = Sequence(
             self.request,
             index=index,
@@ -238,8 +241,8 @@ class Sequence:
             max_model_len=self.max_num_tokens,
             arrival=self.arrival,
             priority=self.priority,
+            token_ids=[*self.token_ids, token_id],
         )
-        sibling.token_ids = self.token_ids.copy()
         sibling.num_computed_tokens = self.num_computed_tokens
         sibling.block_table = self.block_table[:]
         sibling.num_named_blocks = self.num_named_blocks
