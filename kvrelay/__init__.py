@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from kvrelay.core.outputs import TokenLogprobs
     from kvrelay.core.sampling_params import SamplingParams
     from kvrelay.offline.llm import LLM
-    from kvrelay.offline.request_output import CompletionOutput, RequestOutput
+    from kvrelay.offline.request_output import BatchError, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BatchError",
     "CompletionOutput",
     "ConfigurationError",
     "InvalidRequestError",
@@ -33,6 +34,7 @@ __all__ = [
 
 _MODULES = {
     "LLM": "kvrelay.offline.llm",
+    "BatchError": "kvrelay.offline.request_output",
     "CompletionOutput": "kvrelay.offline.request_output",
     "ConfigurationError": "kvrelay.core.errors",
     "InvalidRequestError": "kvrelay.core.errors",

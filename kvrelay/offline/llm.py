@@ -33,7 +33,7 @@ from kvrelay.engine.startup import prepare_engine
 from kvrelay.offline.default_device import host_by_default
 from kvrelay.offline.interrupts import interrupts_held
 from kvrelay.offline.prompts import Message, Prompt, chat_messages, conversations_of, prompts_of
-from kvrelay.offline.request_output import PendingRequest, RequestOutput
+from kvrelay.offline.request_output import PendingRequest, RequestOutput, results_of
 from kvrelay.text.tokenizer import Tokenizer
 
 
@@ -108,7 +108,8 @@ class LLM:
         """Returns one RequestOutput per prompt, in order. `sampling_params` is one for all prompts or one for each;
         None means `SamplingParams()`. `progress` shows a bar on standard error.
 
-        Raises InvalidRequestError, which names the prompt and the field, before anything is computed."""
+        Raises InvalidRequestError, which names the prompt and the field, before anything is computed, and BatchError,
+        with the results of the others, when prompts have failed."""
         given = prompts_of(prompts)
         encoded = [self._encode(prompt, number) for number, prompt in enumerate(given)]
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
@@ -178,7 +179,7 @@ class LLM:
                     self._run(pending, handle_interrupts, progress=progress)
             finally:
                 self._in_use.release()
-        return [one.result() for one in pending]
+        return results_of(pending)
 
     def _checked(self, sampling: SamplingParams, num_prompt_tokens: int, number: int) -> SamplingParams:
         """Returns the sampling of prompt `number` with a seed, and with `max_tokens` and `min_tokens` lowered to what
@@ -207,8 +208,9 @@ class LLM:
                 if result is None:
                     continue  # a chunk of a prompt that fills no block has no result
                 num_tokens += self._take(result, under_way)
-                for request_id in dict.fromkeys(item.request_id for item in result.outputs):
-                    if request_id not in under_way or not under_way[request_id].finished:
+                changed = [item.request_id for item in result.outputs] + [one.request_id for one in result.failures]
+                for request_id in dict.fromkeys(changed):
+                    if request_id not in under_way or not under_way[request_id].ended:
                         continue
                     del under_way[request_id]
                     rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
@@ -223,8 +225,8 @@ class LLM:
     def _take(self, result: StepResult, under_way: Mapping[str, PendingRequest]) -> int:
         """Returns the number of new output tokens. Ends outputs that a stop string has ended in the engine, too."""
         for failure in result.failures:
-            if failure.request_id in under_way:
-                raise KVRelayError(f"prompt {failure.request_id.partition('.')[2]}: {failure.message}")
+            if (one := under_way.get(failure.request_id)) is not None:
+                one.failure = failure.message
         for prompt in result.prompts:
             if (one := under_way.get(prompt.request_id)) is not None:
                 one.prompt_logprobs = tuple(prompt.prompt_logprobs)

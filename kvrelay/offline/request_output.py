@@ -1,7 +1,9 @@
 """What `LLM.generate` returns, and how it is collected from the engine's results."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.outputs import TokenLogprobs, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import Choice
@@ -33,6 +35,15 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
+class BatchError(KVRelayError):
+    """Prompts of a batch have failed, and the message names the first. All others have run to their end: `results` has
+    one RequestOutput per prompt, in order, and None for each that failed."""
+
+    def __init__(self, message: str, *, results: Sequence[RequestOutput | None] = ()) -> None:
+        super().__init__(message)
+        self.results = results
+
+
 @dataclass(slots=True)
 class _PendingOutput:
     choice: Choice
@@ -45,7 +56,7 @@ class _PendingOutput:
 
 class PendingRequest:
     """A prompt whose outputs are being computed. The engine's caller sets `prompt_logprobs` and `num_cached_tokens`
-    when the engine reports them."""
+    when the engine reports them, and `failure` if the prompt fails."""
 
     def __init__(
         self, prompt: str | None, prompt_token_ids: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer
@@ -55,11 +66,12 @@ class PendingRequest:
         self.sampling = sampling
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.num_cached_tokens = 0
+        self.failure: str | None = None
         self._outputs = [_PendingOutput(Choice(tokenizer, sampling, prompt_token_ids)) for _ in range(sampling.n)]
 
     @property
-    def finished(self) -> bool:
-        return all(output.choice.finished for output in self._outputs)
+    def ended(self) -> bool:
+        return self.failure is not None or all(output.choice.finished for output in self._outputs)
 
     def ended_early(self, index: int) -> bool:
         """Tells whether a stop string has ended an output, which the engine does not know."""
@@ -80,7 +92,7 @@ class PendingRequest:
         return len(chunk.token_ids)
 
     def result(self) -> RequestOutput:
-        """Returns the prompt with its outputs. Call it only when `finished`."""
+        """Returns the prompt with its outputs. Call it only when it has `ended` and not failed."""
         outputs = tuple(
             CompletionOutput(
                 index=index,
@@ -93,3 +105,12 @@ class PendingRequest:
             for index, output in enumerate(self._outputs)
         )
         return RequestOutput(self.prompt, self.prompt_token_ids, outputs, self.prompt_logprobs, self.num_cached_tokens)
+
+
+def results_of(pending: Sequence[PendingRequest]) -> list[RequestOutput]:
+    """Returns the results of prompts that have all ended. Raises BatchError if some have failed."""
+    failures = [f"prompt {number}: {one.failure}" for number, one in enumerate(pending) if one.failure is not None]
+    if failures:
+        message = failures[0] if len(failures) == 1 else f"{failures[0]} ({len(failures)} of {len(pending)} failed)"
+        raise BatchError(message, results=[one.result() if one.failure is None else None for one in pending])
+    return [one.result() for one in pending]
