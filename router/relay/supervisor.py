@@ -154,16 +154,19 @@ class RequestSupervisor:
         try:
             self._open()
             while self._unfinished:
-                react = await self._inbox.get()
-                for event in react():
+                for event in (await self._inbox.get())():
                     yield event
             yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)
         except (asyncio.CancelledError, GeneratorExit):
             if self._shares and self._request.is_over_after(self._clock.now() - self._began_at):
                 self._log_deadline()  # the client's own, which is a little earlier than ours
             raise
+        except KVRelayError as error:
+            error.__traceback__ = None  # its frames refer to it and to this supervisor
+            raise
         finally:
             self._close()
+            self._inbox = asyncio.Queue()  # what nobody has read refers to this supervisor, too
 
     def finish(self, index: int) -> None:
         """Marks an output as finished, as `Relay.finish` describes."""

@@ -5,12 +5,14 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 
+import grpc
 import pytest
 
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from tests.router.routed import a_request, assert_idle, collected, give_up, opened, take_trace
+from tests.router.routed import a_request, assert_idle, begun, collected, expire, give_up, opened, take, take_trace
 from tests.router.scripted_nodes import cluster, soon, token, until
 
 
@@ -99,4 +101,36 @@ async def test_an_attempt_that_has_ended_is_forgotten(without_collections: None)
         nodes.decode.tokens(wire_id, token(7))
         nodes.decode.tokens(wire_id, token(8, finish=FinishReason.LENGTH))
         await running
+        await until(lambda: forgotten() is None)
+
+
+async def test_a_request_whose_client_leaves_tokens_unread_is_forgotten(without_collections: None) -> None:
+    async with cluster() as nodes:
+        events = nodes.relay.run(a_request())
+        _, wire_id = await begun(nodes, events, token(7))
+        forgotten = weakref.ref(nodes.relay._running["r"])
+        nodes.decode.tokens(wire_id, token(8))
+        await until(lambda: not nodes.relay._running["r"]._inbox.empty())
+        await events.aclose()
+        del events
+        await until(lambda: forgotten() is None)
+
+
+@pytest.mark.parametrize("how", ["aborted", "expired", "failed"])
+async def test_a_request_that_has_ended_with_an_error_is_forgotten(how: str, without_collections: None) -> None:
+    """The error comes with the frames that it has passed, which must not refer to it."""
+    async with cluster() as nodes:
+        events = nodes.relay.run(a_request())
+        _, wire_id = await begun(nodes, events, token(7))
+        forgotten = weakref.ref(nodes.relay._running["r"])
+        match how:
+            case "aborted":
+                nodes.relay.abort("r")
+            case "expired":
+                expire(nodes)
+            case _:
+                nodes.decode.failed(wire_id, grpc.StatusCode.INTERNAL, "broken")
+        with suppress(KVRelayError):
+            await take(events)
+        del events
         await until(lambda: forgotten() is None)
