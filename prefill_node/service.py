@@ -110,6 +110,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
                     raise event
                 yield event
         finally:
+            event = None  # the frames of an error, of which this is one, must not refer to it
             self._close(request_id, prefill)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
@@ -124,6 +125,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         del self._active[request_id]
         if prefill.reception is not None:
             prefill.reception.cancel()
+            prefill.reception = None  # it refers to `prefill`, and the prompt would stay until a collection of garbage
         if not prefill.finished:
             self._leases.release([request_id])
             self._node.engine_thread.post(lambda engine: engine.abort(request_id))
