@@ -280,20 +280,17 @@ def _guarded(behavior: Behavior, method: str) -> Behavior:
         try:
             return await behavior(request, context)
         except KVRelayError as error:
-            await _abort(context, error)
+            status = rich_status(error)
         except DecodeError:  # here for streams of requests, too, which gRPC parses when they are read
-            invalid = InvalidRequestError("the request is not the protobuf message that this method takes")
-            await _abort(context, invalid)
+            status = rich_status(InvalidRequestError("the request is not the protobuf message that this method takes"))
         except grpc.aio.BaseError:
             raise  # the servicer or gRPC has already ended the call
         except Exception:
             _logger.exception("%s failed", method)
-            await _abort(context, KVRelayError("internal error"))
+            status = rich_status(KVRelayError("internal error"))
+        # Not in a handler: gRPC keeps the error that this raises until a collection of garbage, with its context.
+        error_status = rpc_status.to_status(status)
+        metadata = (*context.trailing_metadata(), *error_status.trailing_metadata)  # that of the servicer as well
+        return await context.abort(error_status.code, error_status.details, metadata)
 
     return call
-
-
-async def _abort(context: Context, error: KVRelayError) -> None:
-    """Ends a call with an error, and with the trailing metadata that its servicer has set."""
-    status = rpc_status.to_status(rich_status(error))
-    await context.abort(status.code, status.details, (*context.trailing_metadata(), *status.trailing_metadata))

@@ -44,6 +44,8 @@ class WriteDeadline:
                 raise CancelledByPeerError(f"the other side took nothing for {self._seconds:g} seconds") from None
 
     def close(self) -> None:
+        """Ends the limit, once. A task that is cut off refers to its frames, and they to this deadline."""
+        del self._task
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,6 +1,8 @@
 """A write deadline ends the write that takes too long, and nothing else."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Coroutine
 from contextlib import closing
 from typing import Any, TypeVar
@@ -120,3 +122,25 @@ def test_an_error_of_the_write_passes() -> None:
 
     with pytest.raises(ConnectionResetError):
         run(write())
+
+
+def test_a_writer_that_was_cut_off_is_forgotten() -> None:
+    """At once, and with all that its frames refer to: full collections of garbage are rare."""
+
+    async def write() -> None:
+        with closing(WriteDeadline(10.0)) as deadline, deadline:
+            await asyncio.sleep(1000.0)
+
+    async def main() -> "weakref.ref[asyncio.Task[None]]":
+        task = asyncio.ensure_future(write())
+        await asyncio.sleep(5.0)
+        task.cancel()
+        await asyncio.wait([task])
+        return weakref.ref(task)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run(main())() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,72 @@
+"""What a client that has been cut off leaves at the edge: nothing, not even until a collection of garbage."""
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import grpc
+import pytest
+
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.rpc import ErrorInterceptor, channel_options, serve_insecure, server_options
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+from router.edge.grpc_service import RouterService
+from router.request import RoutedRequest
+from tests.router.edge.edge_parts import ScriptedRelay, make_edge
+from tests.router.edge.gateway_client import COMPLETION, Gateway
+from tests.router.scripted_nodes import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the gateway
+
+
+@pytest.fixture(autouse=True)
+def without_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _is_forgotten(relay: ScriptedRelay) -> Callable[[], bool]:
+    """Returns what tells whether the request that the relay has served last exists no more."""
+    [*_, request] = relay.requests
+    request_id = request.request_id
+    relay.reset()
+    del request
+    # Not by isinstance, which asks objects that stand for others, of other packages, for their class.
+    return lambda: (
+        not any(type(found) is RoutedRequest and found.request_id == request_id for found in gc.get_objects())
+    )
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
+async def test_a_stream_whose_client_has_left_is_forgotten(gateway: Gateway, prompts: list[str]) -> None:
+    relay = gateway.relay
+    relay.hang_at = 2
+    body = json.dumps(COMPLETION | {"stream": True, "prompt": prompts}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    await reader.readuntil(b"data: ")
+    writer.close()
+    await writer.wait_closed()
+    await until(lambda: relay.num_running == 0)
+    await until(_is_forgotten(relay))
+
+
+async def test_a_grpc_stream_that_has_failed_is_forgotten(relay: ScriptedRelay) -> None:
+    relay.fail_with, relay.fail_at = UnavailableError("lost"), 2
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        stub = cast("router_pb2_grpc.RouterAsyncStub", router_pb2_grpc.RouterStub(channel))
+        with pytest.raises(grpc.aio.AioRpcError, match="lost"):
+            async for _ in stub.GenerateStream(router_pb2.GenerateRequest(prompt="The capital", max_tokens=50)):
+                pass
+        await until(_is_forgotten(relay))
+    await server.stop(None)
