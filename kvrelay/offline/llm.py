@@ -15,14 +15,10 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.model_limits import checked_sampling, room_for_output
 from kvrelay.core.option_types import (
     AttentionBackendName,
-    BlockSize,
-    Count,
     DeviceName,
     DTypeName,
     KVCacheDType,
-    MemoryShare,
     Quantization,
-    Threads,
 )
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.token_ids import check_token_ids
@@ -57,17 +53,17 @@ class LLM:
         kv_cache_dtype: KVCacheDType = "auto",
         calculate_kv_scales: bool = False,
         quantization: Quantization = "none",
-        threads: Threads = 0,
+        threads: int = 0,
         attention_backend: AttentionBackendName = "auto",
         device: DeviceName = "auto",
         enforce_eager: bool = False,
-        block_size: BlockSize = 16,
-        num_blocks: Count = 0,
-        gpu_memory_utilization: MemoryShare = 0.0,
-        max_model_len: Count = 0,
-        max_num_seqs: Count = 0,
-        max_num_batched_tokens: Count = 0,
-        max_num_mixed_tokens: Count = 0,
+        block_size: int = 16,
+        num_blocks: int = 0,
+        gpu_memory_utilization: float = 0.0,
+        max_model_len: int = 0,
+        max_num_seqs: int = 0,
+        max_num_batched_tokens: int = 0,
+        max_num_mixed_tokens: int = 0,
     ) -> None:
         options = EngineOptions(
             model=fspath(model),

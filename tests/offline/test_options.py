@@ -58,3 +58,8 @@ def test_arguments_are_the_options_of_an_engine_with_the_same_defaults() -> None
         name: default for name, default in options.items() if name not in NOT_OFFERED
     }
     assert options.keys() >= NOT_OFFERED
+
+
+def test_the_signature_shows_types_that_a_reader_knows() -> None:
+    """`help(LLM)` and editors show it, and not how a value is checked."""
+    assert "FieldInfo" not in str(inspect.signature(LLM))
