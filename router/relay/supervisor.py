@@ -28,7 +28,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence, Set
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Protocol
@@ -38,10 +38,11 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, GivenUpError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, Loss, NodeLostError
+from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillFinished
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
+from router.relay.share import Share
 from router.relay.tally import Tally
 from router.request import NodeRequest, RequestEvent, RoutedRequest
 
@@ -71,42 +72,6 @@ class Place(Protocol):
     def has_ended(self, node: KVSource) -> bool:
         """Tells whether a node is known to have ended, because another process is at its address."""
         ...
-
-
-@dataclass(slots=True)
-class _Share:
-    """Outputs that are placed together. `losses`: the nodes they have lost in each way since they last got past it.
-    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
-    wait for a node."""
-
-    choices: tuple[int, ...]
-    backoff: Backoff
-    losses: set[tuple[Loss, KVSource]] = field(default_factory=set)
-    lost: NodeLostError | None = None
-    lost_at: float = 0.0
-    attempt: Attempt | None = None
-    wait: asyncio.TimerHandle | None = None
-
-    @property
-    def awaited(self) -> str:
-        """Returns what the outputs wait for, as part of a sentence."""
-        if self.attempt is None or self.attempt.closed:
-            return "a decode node to go on at"
-        return self.attempt.awaited
-
-    def forgive_losses(self, *, are_first: bool) -> None:
-        """Forgets the losses that new tokens show to be no fault of the request. `are_first`: a prefill node has
-        sampled them, which does not show that a decode node survives the request."""
-        if are_first:
-            self.losses = {(loss, node) for loss, node in self.losses if loss is Loss.DECODING}
-        else:
-            self.losses.clear()
-            self.backoff.reset()
-
-    def stop_waiting(self) -> None:
-        if self.wait is not None:
-            self.wait.cancel()
-            self.wait = None
 
 
 _Reaction = Callable[[], Sequence[RequestEvent]]
@@ -141,7 +106,7 @@ class RequestSupervisor:
         self._inbox: asyncio.Queue[_Reaction] = asyncio.Queue()
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
-        self._shares: list[_Share] = []
+        self._shares: list[Share] = []
         self._has_prompt_logprobs = False
         self._lost: set[KVSource] = set()
         self._num_attempts = 0  # of all shares together
@@ -190,7 +155,7 @@ class RequestSupervisor:
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def _on_event(self, share: _Share, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
+    def _on_event(self, share: Share, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
         if attempt.closed:
             return ()  # it was in the inbox already when the attempt was closed
         try:
@@ -234,7 +199,7 @@ class RequestSupervisor:
                 self._migrate(share, has_waited=True)
         return ()
 
-    def _on_waited(self, share: _Share) -> Sequence[RequestEvent]:
+    def _on_waited(self, share: Share) -> Sequence[RequestEvent]:
         """Ends the request if the share still has no node at the end of its wait."""
         if share.wait is None:
             return ()
@@ -245,7 +210,7 @@ class RequestSupervisor:
 
     # -- placing and placing again -------------------------------------------------------------------------------------
 
-    def _on_lost(self, share: _Share, attempt: Attempt, lost: NodeLostError) -> None:
+    def _on_lost(self, share: Share, attempt: Attempt, lost: NodeLostError) -> None:
         _logger.warning("request %s: lost %s: %s", self._wire_id, lost.source.node_id, lost)
         attempt.close()
         self._lost.add(lost.source)
@@ -253,7 +218,7 @@ class RequestSupervisor:
             share.losses.add((lost.loss, lost.source))
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
-            again = _Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())
+            again = Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())
             self._shares.append(again)
             self._migrate(again, has_waited=False)
 
@@ -263,7 +228,7 @@ class RequestSupervisor:
             return [tuple(choices)]
         return [(choice,) for choice in choices]
 
-    def _migrate(self, share: _Share, *, has_waited: bool) -> None:
+    def _migrate(self, share: Share, *, has_waited: bool) -> None:
         """Places a share again, or lets it wait for a node. Only a share that `has_waited` since its loss takes a node
         that the request has lost before, and can be sure that the router has heard if its last one has ended."""
         assert share.lost is not None
@@ -287,7 +252,7 @@ class RequestSupervisor:
         self._tally.migrated(node_request, share.lost.loss.cause)
         self._start(share, node_request, placement)
 
-    def _is_doubtful(self, share: _Share, *, has_waited: bool) -> bool:
+    def _is_doubtful(self, share: Share, *, has_waited: bool) -> bool:
         """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended. Raises
         GivenUpError when they have, or it has waited for too long to know, and UnavailableError when the router stops
         before it knows. Unless the share `has_waited`, the last of them counts, because the router may not have heard
@@ -307,18 +272,18 @@ class RequestSupervisor:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
         return True
 
-    def _search_later(self, share: _Share) -> None:
+    def _search_later(self, share: Share) -> None:
         """Lets the share look for a node after a wait that grows, or as soon as a decode node becomes live."""
         self._wait(share, share.backoff.next(), self._on_search)
 
-    def _wait_for_node(self, share: _Share) -> None:
+    def _wait_for_node(self, share: Share) -> None:
         """Lets the share wait until a decode node becomes live, and ends the request if none does in time."""
         self._wait(share, max(0.0, self._wait_left(share)), partial(self._on_waited, share))
 
-    def _wait(self, share: _Share, seconds: float, react: _Reaction) -> None:
+    def _wait(self, share: Share, seconds: float, react: _Reaction) -> None:
         share.wait = asyncio.get_running_loop().call_later(seconds, self._inbox.put_nowait, react)
 
-    def _wait_left(self, share: _Share) -> float:
+    def _wait_left(self, share: Share) -> float:
         """Returns for how many seconds the share may still wait for a decode node; 0 or less when it may not."""
         return 0.0 if self._router_stops else share.lost_at + self._node_wait - self._clock.now()
 
@@ -339,7 +304,7 @@ class RequestSupervisor:
             is_replay=is_replay,
         )
 
-    def _start(self, share: _Share, node_request: NodeRequest, placement: ResolvedPlacement) -> None:
+    def _start(self, share: Share, node_request: NodeRequest, placement: ResolvedPlacement) -> None:
         suffix = f".{self._num_attempts}" if self._num_attempts else ""
         self._num_attempts += 1
         wire_id = f"{self._wire_id}{suffix}"
@@ -378,7 +343,7 @@ class RequestSupervisor:
     def _open(self) -> None:
         """Places all outputs. Raises UnavailableError if no decode node is live: a new request does not wait for
         one."""
-        share = _Share(tuple(self._tokens), Backoff(random=self._random))
+        share = Share(tuple(self._tokens), Backoff(random=self._random))
         node_request = self._node_request(share.choices, is_replay=False)
         placement = self._place.place(node_request, lost=self._lost, last_resort=False)
         self._deadline = asyncio.get_running_loop().call_later(self._request.timeout, self._on_deadline)

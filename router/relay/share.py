@@ -1,0 +1,47 @@
+"""Outputs of a request that are placed together, and what they have been through.
+
+The supervisor of the request owns them, and changes them as things happen.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvrelay.core.backoff import Backoff
+from kvrelay.core.kv_source import KVSource
+from router.relay.attempt import Attempt, Loss, NodeLostError
+
+
+@dataclass(slots=True)
+class Share:
+    """Outputs that are placed together. `losses`: the nodes they have lost in each way since they last got past it.
+    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
+    wait for a node."""
+
+    choices: tuple[int, ...]
+    backoff: Backoff
+    losses: set[tuple[Loss, KVSource]] = field(default_factory=set)
+    lost: NodeLostError | None = None
+    lost_at: float = 0.0
+    attempt: Attempt | None = None
+    wait: asyncio.TimerHandle | None = None
+
+    @property
+    def awaited(self) -> str:
+        """Returns what the outputs wait for, as part of a sentence."""
+        if self.attempt is None or self.attempt.closed:
+            return "a decode node to go on at"
+        return self.attempt.awaited
+
+    def forgive_losses(self, *, are_first: bool) -> None:
+        """Forgets the losses that new tokens show to be no fault of the request. `are_first`: a prefill node has
+        sampled them, which does not show that a decode node survives the request."""
+        if are_first:
+            self.losses = {(loss, node) for loss, node in self.losses if loss is Loss.DECODING}
+        else:
+            self.losses.clear()
+            self.backoff.reset()
+
+    def stop_waiting(self) -> None:
+        if self.wait is not None:
+            self.wait.cancel()
+            self.wait = None
