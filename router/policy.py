@@ -31,11 +31,13 @@ class RequestFacts:
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
     """A prefill node that may be chosen. `num_held_blocks`: leading blocks of this prompt that it holds, as far as is
-    known. `num_queued_tokens`: prompt tokens of other requests that it has not computed yet."""
+    known. `num_queued_tokens`: prompt tokens of other requests that it has not computed yet. Nodes of the same
+    `core_table`, if it is not empty, lend each other cores."""
 
     node_id: str
     num_held_blocks: int
     num_queued_tokens: int
+    core_table: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class DecodeCandidate:
     num_sequences: int
     num_free_blocks: int
     num_decoding: int
+    core_table: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class PlacementReason(Enum):
     NO_PREFILL_NODE = "no_prefill_node"
     SHORT_SUFFIX = "short_suffix"  # cheaper to compute where it is decoded than to move it
     PREFILL_BUSY = "prefill_busy"  # its queue takes longer than the delay that computing at the decode node causes
+    SHARED_CORES = "shared_cores"  # it would take the cores on which the decode node decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,7 @@ class LeastLoaded:
 # What things cost, in units of computing one prompt token.
 _MOVED_TOKEN = 0.1  # fetch one token's KV from another node
 _SEQUENCE = 16.0  # one more output in a decode node's running batch
+_TOKEN_BESIDE_DECODES = 0.75  # compute one prompt token in the slack of steps that decode on all cores
 _MISSING_TOKEN = 8.0  # one token without a free slot at the decode node: the request waits or preempts
 
 
@@ -168,7 +173,7 @@ class PrefixAware:
     The two choices are independent, so each takes its own minimum. Among equally cheap nodes the one that holds more
     wins, and equal ones take turns.
 
-    The decode node prefills by itself (conditional disaggregation) in three cases:
+    The decode node prefills by itself (conditional disaggregation) in four cases:
 
     - No prefill node is live. The decode node fetches what others hold of the prompt and computes the rest.
     - It misses at most `local_prefill_max_tokens` tokens: moving them would cost a round trip and save one small chunk.
@@ -177,8 +182,17 @@ class PrefixAware:
 
         (tokens it misses) * (1 + sequences that decode there) + its queued tokens  <  cost of the prefill node
 
-    So an idle decode node helps with a burst, and a busy one is left alone. `local_prefill_max_tokens` 0 switches the
-    last two cases off. (Cf. DistServe, OSDI 2024, on interference; Mooncake, FAST 2025, on cache-aware prefill
+      So an idle decode node helps with a burst, and a busy one is left alone.
+    - It decodes on cores that the prefill node has lent it. A prompt would take them back, while steps that decode wait
+      for memory and could compute some of its tokens in that time. So these cost less at the decode node, but twice as
+      much if other prompts have the prefill node's cores already:
+
+        TOKEN_BESIDE_DECODES * (tokens it misses + its queued tokens) * (1 or 2)  <=  cost of the prefill node
+
+      The prompt then yields to decodes: it gets only as many tokens of a step as hardly delay them.
+
+    `local_prefill_max_tokens` 0 switches the last three cases off. (Cf. DistServe, OSDI 2024, on interference;
+    Sarathi-Serve, OSDI 2024, on prompts in the slack of decodes; Mooncake, FAST 2025, on cache-aware prefill
     scheduling.)
     """
 
@@ -189,16 +203,30 @@ class PrefixAware:
         decode = _cheapest(facts, candidates.decode, [self._decode_cost(facts, node) for node in candidates.decode])
         if not candidates.prefill:
             return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
-        uncached = facts.uncached_tokens(decode.num_held_blocks)
-        if uncached <= self._local_prefill_max_tokens:
-            return _local(facts, decode, PlacementReason.SHORT_SUFFIX, candidates)
         most_held = max(node.num_held_blocks for node in candidates.all)
         costs = [self._prefill_cost(facts, node, most_held) for node in candidates.prefill]
-        local_cost = uncached * (1 + decode.num_decoding) + decode.num_queued_tokens
-        if self._local_prefill_max_tokens > 0 and local_cost < min(costs):
-            return _local(facts, decode, PlacementReason.PREFILL_BUSY, candidates)
         prefill = _cheapest(facts, candidates.prefill, costs)
+        reason = self._why_local(facts, decode, prefill, min(costs))
+        if reason is not None:
+            return _local(facts, decode, reason, candidates)
         return _disaggregated(facts, prefill, decode, candidates)
+
+    def _why_local(
+        self, facts: RequestFacts, decode: DecodeCandidate, prefill: PrefillCandidate, cost: float
+    ) -> PlacementReason | None:
+        """Returns why `decode` prefills, None if `prefill` does, at which it has this cost."""
+        limit, uncached = self._local_prefill_max_tokens, facts.uncached_tokens(decode.num_held_blocks)
+        if limit == 0:
+            return None
+        if uncached <= limit:
+            return PlacementReason.SHORT_SUFFIX
+        local_cost = uncached + decode.num_queued_tokens
+        on_lent_cores = decode.num_decoding > 0 and decode.core_table == prefill.core_table != ""
+        if on_lent_cores and _TOKEN_BESIDE_DECODES * local_cost * (2 if prefill.num_queued_tokens else 1) <= cost:
+            return PlacementReason.SHARED_CORES
+        if local_cost + uncached * decode.num_decoding < cost:
+            return PlacementReason.PREFILL_BUSY
+        return None
 
     def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         """Returns the cheapest prefill node, unless so few tokens are missing that `choose` would have left them to the

@@ -42,7 +42,7 @@ class RouterOptions(ProcessSettings):
         default=64,
         ge=0,
         description="With policy prefix_aware, a decode node computes a prompt itself if it lacks at most this many of "
-        "its tokens; 0: never while a prefill node lives.",
+        "its tokens, or if that costs less; 0: never while a prefill node lives.",
     )
     kv_index_capacity: int = Field(
         default=262_144, ge=1, description="Most KV blocks whose holders the router remembers (about 250 bytes each)."

@@ -4,12 +4,14 @@ An entry says how many cores its node claims: its own share while its engine has
 are divided among the nodes that claim some, and a node that changes its claim writes how many cores each of them may
 use now. An entry also says until when prompts wait on its node: nodes that only decode leave their cores to it for a
 part of that time. All are words that are written at once, so there are no locks, and no system calls after the start.
+The table has a name, by which a router sees which nodes share it.
 Invariant: only speed depends on the table. What is late makes nodes share a core, or leaves one unused, until it is
 read again.
 """
 
 import mmap
 import os
+import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ _WAIT_SECONDS: Final = 15
 _WORD: Final = "H"  # two aligned bytes in native order, which every processor writes at once
 _SECONDS: Final = 2**16 - 1  # that a word can tell apart, besides 0
 _STRIDE = 32  # words: entries lie in cache lines of their own
+_NAME = slice(1, 5)  # words after the number of cores, before the first entry
 
 
 def cores_of(entry: int, claims: Sequence[int], num_cores: int) -> int:
@@ -54,12 +57,19 @@ class CoreTable:
         does)."""
         descriptor = os.memfd_create("kvrelay-cores")
         os.ftruncate(descriptor, (1 + num_nodes) * _STRIDE * struct.calcsize(_WORD))
-        CoreTable(descriptor)._words[0] = num_cores
+        words = CoreTable(descriptor)._words
+        words[0] = num_cores
+        words[_NAME] = memoryview(secrets.token_bytes(8)).cast(_WORD)
         return descriptor
 
     @property
     def num_cores(self) -> int:
         return self._words[0]
+
+    @property
+    def name(self) -> str:
+        """Returns what no other table is called, on any machine."""
+        return self._words[_NAME].tobytes().hex()
 
     def claim(self, entry: int, num_cores: int, *, prompts_wait: bool = False) -> None:
         """Claims cores for a node that has work, or 0 for a node that has none. `prompts_wait` says whether the node
@@ -94,6 +104,11 @@ class CoreShare:
     num_cores: int
     table: CoreTable | None = None
     entry: int = 0
+
+    @property
+    def table_name(self) -> str:
+        """Returns the table's name, nothing without a table."""
+        return "" if self.table is None else self.table.name
 
     def claim(self, *, prompts_wait: bool = False) -> None:
         if self.table is not None:

@@ -26,7 +26,8 @@ class NodeDescription:
 
     `connector`: its connectors, comma-separated, in the order in which they are tried. `max_model_len`: tokens of
     prompt and output together. `protocol`: the number of the messages that it exchanges with routers. `vocabulary`: the
-    digest of its model's vocabulary, nothing if it has no tokenizer.
+    digest of its model's vocabulary, nothing if it has no tokenizer. `core_table`: the name of the table through which
+    it and other nodes of its machine lend each other cores, nothing if it computes with its own only.
     """
 
     role: NodeRole | None
@@ -38,6 +39,7 @@ class NodeDescription:
     max_num_seqs: int
     protocol: int = PROTOCOL
     vocabulary: bytes = b""
+    core_table: str = ""
 
 
 @dataclass(frozen=True, slots=True)

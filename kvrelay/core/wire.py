@@ -190,6 +190,7 @@ def description_to_wire(description: NodeDescription) -> node_pb2.DescribeRespon
         max_num_seqs=description.max_num_seqs,
         protocol=description.protocol,
         vocabulary=description.vocabulary,
+        core_table=description.core_table,
     )
 
 
@@ -204,6 +205,7 @@ def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription
         max_num_seqs=message.max_num_seqs,
         protocol=message.protocol,
         vocabulary=message.vocabulary,
+        core_table=message.core_table,
     )
 
 

@@ -214,7 +214,7 @@ class Engine:
 
     def _launch(self, on_layers_begin: Callable[[], None] | None) -> bool:
         """Plans and launches a step. Returns False if there is nothing to compute."""
-        plan, sequences = self._scheduler.schedule()
+        plan, sequences = self._scheduler.schedule(on_lent_cores=self.threads.has_lent_cores())
         if not plan.scheduled:
             return False
         self._num_steps += 1

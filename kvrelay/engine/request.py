@@ -28,7 +28,8 @@ class EngineRequest:
     blocks for the given tokens, the node fills them from outside, and the engine computes the rest.
 
     `prior_output_token_ids` is the output so far of a request that began on another node; `n` is then 1. The outputs
-    have the indices from `first_choice_index` on."""
+    have the indices from `first_choice_index` on. With `yields_to_decodes`, a step that also decodes computes only as
+    many tokens of the prompt as are cheap."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -39,6 +40,7 @@ class EngineRequest:
     receive: bool = False
     prior_output_token_ids: tuple[int, ...] = ()
     first_choice_index: int = 0
+    yields_to_decodes: bool = False
 
     @property
     def given_token_ids(self) -> tuple[int, ...]:

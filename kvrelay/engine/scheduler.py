@@ -28,6 +28,7 @@ from kvrelay.engine.step_costs import StepCosts
 
 SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step, whatever else it computes
 MIXED_PARTS = 4  # the least number of steps that a prompt takes beside decodes where such steps are to be short
+MUCH_LONGER = 4  # how many times as many tokens a prompt has left that shares its steps with the next one
 MIXED_TOKENS = 128  # the most tokens of a step that also decodes if neither a limit is given nor more are cheap
 
 
@@ -157,24 +158,27 @@ class Scheduler:
             num_blocks += len(shared) + num_new
         return num_blocks <= self._pool.num_free
 
-    def schedule(self) -> tuple[SchedulerOutput, list[Sequence]]:
+    def schedule(self, *, on_lent_cores: bool = False) -> tuple[SchedulerOutput, list[Sequence]]:
         """Returns the next step's plan and its sequences, in the same order: running sequences first, then waiting
-        ones, within the budget of tokens.
+        ones, within the budget of tokens. `on_lent_cores`: the step has more cores than the node's own.
         """
         copies: list[tuple[int, int]] = []
         chosen: list[tuple[Sequence, int]] = []
-        budget = self._schedule_running(chosen, copies)
+        budget = self._schedule_running(chosen, copies, on_lent_cores=on_lent_cores)
         self._schedule_waiting(budget, chosen, copies)
         plan = SchedulerOutput(tuple(_entry(sequence, count) for sequence, count in chosen), tuple(copies))
         return plan, [sequence for sequence, _ in chosen]
 
-    def _schedule_running(self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> int:
+    def _schedule_running(
+        self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]], *, on_lent_cores: bool
+    ) -> int:
         """Schedules running sequences and returns the budget that is left. A chunk of a prompt leaves one token of the
-        budget for every decode after it."""
+        budget for every decode after it, and up to a half of the rest for the next prompt if that is much shorter."""
         going_on = [(item, item.num_missing_tokens) for item in self.running if not item.waits_for_result]
         decodes_left = sum(num_missing == 1 for _, num_missing in going_on)
         prompts = chain((item for item, num_missing in going_on if num_missing > 1), self.waiting)
-        budget = self._budget(next(prompts, None), decodes_left)
+        prompt = next(prompts, None)
+        budget = self._budget(prompt, decodes_left, on_lent_cores=on_lent_cores)
         for sequence, num_missing in going_on:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for a sequence before it
@@ -182,24 +186,28 @@ class Scheduler:
                 decodes_left -= 1
                 count = min(1, budget)  # never behind the decodes that come after it
             else:
-                count = min(num_missing, budget - decodes_left)
+                prompt = next(prompts, None)
+                count = min(num_missing, _without_share(budget - decodes_left, sequence, prompt))
             if count > 0 and self._grow_or_preempt(sequence, count, copies):
                 chosen.append((sequence, count))
                 budget -= count
         return budget
 
-    def _budget(self, prompt: Sequence | None, num_decodes: int) -> int:
+    def _budget(self, prompt: Sequence | None, num_decodes: int, *, on_lent_cores: bool) -> int:
         """Returns the most tokens of a step with `num_decodes` decodes. If such steps are to be short, the first prompt
         (`prompt`) takes at least `MIXED_PARTS` of them, since a short prompt would otherwise make one step long in
         place of several less so. But prompts get as many tokens as decodes if the limit allows it, as many as are cheap
-        if no limit was given, and never fewer than `SMALLEST_CHUNK`."""
+        if no limit was given, and never fewer than `SMALLEST_CHUNK`. One that yields to decodes gets no more than these
+        two, unless a limit was given."""
         most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or limit >= most:
             return most
+        cheap = 0 if limit else self._costs.num_cheap_tokens(on_lent_cores=on_lent_cores)
+        least = num_decodes + max(cheap, SMALLEST_CHUNK)
+        if prompt is not None and prompt.request.yields_to_decodes and not limit:
+            return min(most, least)
         part = 0 if prompt is None else -(-prompt.num_given_tokens // MIXED_PARTS)
-        short = min(limit or MIXED_TOKENS, num_decodes + max(part, num_decodes))
-        cheap = 0 if limit else self._costs.num_cheap_tokens()
-        return min(most, max(short, num_decodes + max(cheap, SMALLEST_CHUNK)))
+        return min(most, max(least, min(limit or MIXED_TOKENS, num_decodes + max(part, num_decodes))))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its
@@ -364,3 +372,12 @@ def _sampling_row(sequence: Sequence, choice_index: int) -> SamplingRow:
         seen=sequence.seen_tokens(),
         fixed=sequence.fixed_edits(),
     )
+
+
+def _without_share(room: int, prompt: Sequence, next_prompt: Sequence | None) -> int:
+    """Returns how many of a step's `room` tokens a prompt may have. A much shorter one that comes next would otherwise
+    wait for all of it; one that lacks blocks or a place would leave them unused."""
+    if next_prompt is None or next_prompt.lacks_room or next_prompt.priority != prompt.priority:
+        return room
+    missing = next_prompt.num_missing_tokens
+    return room - min(room // 2, missing) if missing * MUCH_LONGER <= prompt.num_missing_tokens else room

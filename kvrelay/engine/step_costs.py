@@ -46,12 +46,14 @@ class StepCosts:
         """Returns how many prompt tokens take so long, at the rate of all so far; infinitely many before the first."""
         return seconds * self.num_prompt_tokens / self.prompt_seconds if self.prompt_seconds else math.inf
 
-    def num_cheap_tokens(self) -> int:
+    def num_cheap_tokens(self, *, on_lent_cores: bool = False) -> int:
         """Returns how many prompt tokens make a step that decodes half as long again at most, or `UNNOTICED_SECONDS`
-        longer; 0 as long as that is unknown."""
+        longer; 0 as long as that is unknown. On lent cores a step may take twice as long, which is about what it takes
+        without them."""
         if self._decode is None or not self._prompt_token:
             return 0
-        return int(max(self._decode / 2, UNNOTICED_SECONDS) / self._prompt_token)
+        longer = self._decode if on_lent_cores else self._decode / 2
+        return int(max(longer, UNNOTICED_SECONDS) / self._prompt_token)
 
 
 def _averaged(average: float | None, newest: float) -> float:

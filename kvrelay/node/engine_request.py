@@ -45,4 +45,5 @@ def engine_request_from_wire(
         receive=role is KVRole.CONSUME or may_fetch,
         prior_output_token_ids=given[num_prompt_tokens:],
         first_choice_index=message.first_choice_index,
+        yields_to_decodes=isinstance(message, decode_node_pb2.Admit) and message.yields_to_decodes,
     )

@@ -76,6 +76,7 @@ class Node:
         loop = asyncio.get_running_loop()
         self.identity = identity
         self.engine_config = engine.config
+        self.core_table = engine.threads.core_table
         self.connector = connector
         self.event_log = EventLog(engine.load())
         self.crashed: asyncio.Event = asyncio.Event()

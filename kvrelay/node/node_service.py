@@ -49,6 +49,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             vocab_size=identity.vocab_size,
             max_num_seqs=config.max_num_seqs,
             vocabulary=identity.vocabulary,
+            core_table=self._node.core_table,
         )
         return description_to_wire(description)
 

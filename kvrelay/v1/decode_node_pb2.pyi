@@ -65,6 +65,7 @@ class Admit(google.protobuf.message.Message):
     FIRST_CHOICE_INDEX_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    YIELDS_TO_DECODES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     cache_salt: builtins.bytes
@@ -77,6 +78,8 @@ class Admit(google.protobuf.message.Message):
     """index of the first output here; the seed and every event refer to outputs by such indices"""
     timeout_ms: builtins.int
     """time the request has left; a fetch of its blocks takes at most half of what is left then. 0: not known"""
+    yields_to_decodes: builtins.bool
+    """with local_prefill: beside decodes, a step computes only as many tokens of the prompt as are cheap"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -98,9 +101,10 @@ class Admit(google.protobuf.message.Message):
         first_choice_index: builtins.int = ...,
         sources: collections.abc.Iterable[kvrelay.v1.common_pb2.BlockSource] | None = ...,
         timeout_ms: builtins.int = ...,
+        yields_to_decodes: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms", "yields_to_decodes", b"yields_to_decodes"]) -> None: ...
 
 global___Admit = Admit
 

@@ -86,6 +86,7 @@ class DescribeResponse(google.protobuf.message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     VOCABULARY_FIELD_NUMBER: builtins.int
+    CORE_TABLE_FIELD_NUMBER: builtins.int
     role: global___NodeRole.ValueType
     connector: builtins.str
     """connector names, comma-separated, in the order of trying; nodes exchange KV if they share one"""
@@ -97,6 +98,8 @@ class DescribeResponse(google.protobuf.message.Message):
     """what its messages mean; a router refuses nodes whose number is not its own"""
     vocabulary: builtins.bytes
     """digest of which token each id means; a router refuses nodes with another one; empty: unknown"""
+    core_table: builtins.str
+    """nodes of the same table lend each other cores; empty: it computes with its own only"""
     @property
     def source(self) -> kvrelay.v1.common_pb2.KVSource:
         """node id, epoch, connector endpoint"""
@@ -115,9 +118,10 @@ class DescribeResponse(google.protobuf.message.Message):
         max_num_seqs: builtins.int = ...,
         protocol: builtins.int = ...,
         vocabulary: builtins.bytes = ...,
+        core_table: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_namespace", b"kv_namespace", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["connector", b"connector", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "protocol", b"protocol", "role", b"role", "source", b"source", "vocab_size", b"vocab_size", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connector", b"connector", "core_table", b"core_table", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "protocol", b"protocol", "role", b"role", "source", b"source", "vocab_size", b"vocab_size", "vocabulary", b"vocabulary"]) -> None: ...
 
 global___DescribeResponse = DescribeResponse
 

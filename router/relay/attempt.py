@@ -122,6 +122,7 @@ class Attempt:
         self._decode = placement.decode
         self._prefill = placement.prefill
         self._charge = Charge(placement.prefill or placement.decode)  # until the first tokens have come
+        self._yields_to_decodes = placement.yields_to_decodes
         self._tally = tally
         self._place_refill = place_refill
         self._sink: Callable[[AttemptEvent], None] = _ignore
@@ -145,7 +146,11 @@ class Attempt:
         self._charge.begin()
         self._session = self._decode.client.open(self._wire_id, sink)
         self._session.admit(
-            self._node_request, local_prefill=self._prefill is None, timeout=timeout, sources=self._decode.sources
+            self._node_request,
+            local_prefill=self._prefill is None,
+            yields_to_decodes=self._yields_to_decodes,
+            timeout=timeout,
+            sources=self._decode.sources,
         )
         if self._prefill is None:
             self._decoding = set(self._node_request.choices)

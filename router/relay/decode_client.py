@@ -146,16 +146,24 @@ class DecodeSession:
         self._wire_id = wire_id
 
     def admit(
-        self, node_request: NodeRequest, *, local_prefill: bool, timeout: float, sources: Sequence[HeldBlocks]
+        self,
+        node_request: NodeRequest,
+        *,
+        local_prefill: bool,
+        yields_to_decodes: bool,
+        timeout: float,
+        sources: Sequence[HeldBlocks],
     ) -> None:
         """Asks the node to reserve the prompt's blocks. `sources`: other holders of leading blocks, best first.
-        `timeout`: seconds that the request has left."""
+        `timeout`: seconds that the request has left. `yields_to_decodes`: a local prefill is not to make the steps of
+        others much longer."""
         admit = pb.Admit(
             request_id=self._wire_id,
             sampling_params=sampling_to_wire(node_request.sampling),
             priority=node_request.priority,
             cache_salt=node_request.cache_salt,
             local_prefill=local_prefill,
+            yields_to_decodes=yields_to_decodes,
             num_prior_output_tokens=node_request.num_prior_output_tokens,
             first_choice_index=node_request.first_choice_index,
             sources=[held_to_wire(held) for held in sources],

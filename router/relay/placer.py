@@ -19,6 +19,7 @@ from router.nodes.registry import Registry
 from router.policy import (
     Candidates,
     DecodeCandidate,
+    PlacementReason,
     Policy,
     PrefillCandidate,
     RequestFacts,
@@ -81,7 +82,7 @@ class Placer:
         prefill = None
         if placement.prefill is not None:
             prefill = _resolved(self._prefill_clients, placement.prefill, placement.sources, facts, usable, held)
-        return ResolvedPlacement(decode, prefill)
+        return ResolvedPlacement(decode, prefill, placement.reason is PlacementReason.SHARED_CORES)
 
     def refill(
         self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
@@ -169,6 +170,7 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
                 node_id=node_id,
                 num_held_blocks=held.get(node_id, 0),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
+                core_table=_core_table(node),
             )
             for node_id, node in nodes.items()
             if node.role is NodeRole.PREFILL
@@ -178,6 +180,7 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
                 node_id=node_id,
                 num_held_blocks=held.get(node_id, 0),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
+                core_table=_core_table(node),
                 num_sequences=max(node.load.num_requests_running + node.load.num_requests_waiting, node.num_sequences),
                 num_decoding=node.load.num_requests_decoding,
                 num_free_blocks=node.load.num_free_blocks,
@@ -186,3 +189,7 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
             if node.role is NodeRole.DECODE
         ),
     )
+
+
+def _core_table(node: NodeHandle) -> str:
+    return "" if node.description is None else node.description.core_table

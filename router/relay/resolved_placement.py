@@ -30,7 +30,8 @@ PrefillPlacement = NodePlacement[PrefillClient]
 @dataclass(frozen=True, slots=True)
 class ResolvedPlacement:
     """A policy's `Placement` with node handles and clients in the place of node ids. Without `prefill` the decode node
-    prefills by itself."""
+    prefills by itself, and with `yields_to_decodes` in steps that are hardly longer for it."""
 
     decode: DecodePlacement
     prefill: PrefillPlacement | None
+    yields_to_decodes: bool

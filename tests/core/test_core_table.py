@@ -94,8 +94,18 @@ def test_a_dead_nodes_claim_is_released_and_its_successor_claims_again(descripto
     assert ours.available() == 2, "its own, whatever the table says"
 
 
+def test_all_who_share_a_table_know_its_name(descriptor: int) -> None:
+    other = CoreTable.create(4, 2)
+    names = [CoreShare(2, CoreTable(table), entry).table_name for table in (descriptor, other) for entry in range(2)]
+    os.close(other)
+    assert names[0] == names[1] != names[2] == names[3]
+    CoreTable(descriptor).claim(0, 65535)
+    assert (CoreTable(descriptor).name, len(names[0])) == (names[0], 16)
+
+
 def test_without_a_table_a_node_has_its_own() -> None:
     share = CoreShare(3)
+    assert share.table_name == ""
     share.claim()
     share.release()
     assert share.available() == 3

@@ -100,7 +100,7 @@ def num_open_stores() -> int:
     count = 0
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
-            count += "kvrelay-weights" in os.readlink(entry)
+            count += "kvrelay-weights" in str(entry.readlink())
     return count
 
 

@@ -39,6 +39,7 @@ DESCRIPTION = NodeDescription(
     vocab_size=4,
     max_num_seqs=5,
     vocabulary=b"digest",
+    core_table="01ab",
 )
 
 

@@ -1,9 +1,13 @@
 """How many tokens of prompts and decodes a step computes, and which."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from kvrelay.core.outputs import TokenOutput
+from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import KVRole
+from kvrelay.engine.runner import LaunchedStep, Runner
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, prompt_of, request
 
@@ -135,3 +139,54 @@ def test_more_decodes_than_a_step_may_compute_take_the_oldest_first() -> None:
     harness.run()
     assert harness.finish_order == ids
     assert harness.runner.largest_step <= 4
+
+
+@dataclass
+class Recorder:
+    """A runner that keeps how many tokens of each sequence a step computes, by the sequence's first token there."""
+
+    runner: Runner
+    steps: list[dict[int, int]] = field(default_factory=list)
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        self.steps.append({entry.token_ids[0]: len(entry.token_ids) for entry in plan.scheduled})
+        return self.runner.launch(plan)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "priorities", "shares"),
+    [
+        ((200, 20), (0, 0), [(64, 0), (44, 20), (64, 0), (28, 0)]),  # as many as it needs
+        ((300, 50), (0, 0), [(64, 0), (32, 32), (46, 18), (64, 0), (64, 0), (30, 0)]),  # a half at most
+        ((200, 60), (0, 0), [(64, 0), (64, 0), (64, 0), (8, 56), (0, 4)]),  # not much shorter
+        ((200, 20), (0, 1), [(64, 0), (64, 0), (64, 0), (8, 20)]),  # less urgent
+        ((200, 20, 20), (0, 0, 0), [(64, 0, 0), (44, 20, 0), (44, 0, 20), (48, 0, 0)]),
+    ],
+)
+def test_a_prompt_leaves_a_share_of_each_step_to_a_much_shorter_one_that_comes_next(
+    lengths: tuple[int, ...], priorities: tuple[int, ...], shares: list[tuple[int, ...]]
+) -> None:
+    recorders: list[Recorder] = []
+
+    def recorded(runner: Runner) -> Runner:
+        recorders.append(Recorder(runner))
+        return recorders[0]
+
+    harness = Harness(num_blocks=128, max_num_batched_tokens=64, policy="priority", wrap=recorded)
+    for number, (length, priority) in enumerate(zip(lengths, priorities, strict=True)):
+        harness.engine.add(request(str(number), [number] * length, 1, priority=priority))
+    harness.run()
+    assert [tuple(step.get(number, 0) for number in range(len(lengths))) for step in recorders[0].steps] == shares
+    for number, length in enumerate(lengths):
+        assert harness.tokens[str(number), 0] == expected_output([number] * length, 1)
+    harness.engine.check_idle()
+
+
+def test_a_share_is_kept_only_once_for_a_prompt_that_lacks_a_place() -> None:
+    harness = Harness(max_num_seqs=1, max_num_batched_tokens=32)
+    harness.engine.add(request("long", prompt_of(120), 1))
+    harness.engine.add(request("short", prompt_of(20, 1), 4))
+    assert [harness.count_step() for _ in range(5)] == [32, 16, 32, 32, 8]
+    harness.run()
+    assert harness.tokens["short", 0] == expected_output(prompt_of(20, 1), 4)
+    harness.engine.check_idle()

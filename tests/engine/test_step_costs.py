@@ -1,9 +1,14 @@
 """What steps have cost, and the chunks that prompts get beside decodes because of it."""
 
 import math
+import os
+from dataclasses import replace
 
 import pytest
+from paged_kernels.cpu.threads import threads_kept
 
+from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.scheduler import MIXED_TOKENS
 from kvrelay.engine.step_costs import StepCosts
@@ -42,6 +47,14 @@ def test_ten_milliseconds_more_go_unnoticed(decode: float, cheap: int) -> None:
     costs.count(step(1), decode)
     costs.count(step(100), decode + 0.010)
     assert costs.num_cheap_tokens() == pytest.approx(cheap, abs=1)
+
+
+@pytest.mark.parametrize(("decode", "cheap"), [(0.004, 100), (0.020, 200), (0.080, 800)])
+def test_on_lent_cores_a_step_may_take_twice_as_long(decode: float, cheap: int) -> None:
+    costs = StepCosts()
+    costs.count(step(1), decode)
+    costs.count(step(100), decode + 0.010)
+    assert costs.num_cheap_tokens(on_lent_cores=True) == pytest.approx(cheap, abs=1)
 
 
 def test_steps_of_few_prompt_tokens_say_nothing_about_the_cost_of_one() -> None:
@@ -85,6 +98,14 @@ def test_nobody_knows_how_long_prompts_take_before_the_first() -> None:
     assert costs.prompt_tokens_within(0.001) == math.inf
 
 
+def chunks_of(harness: Harness, prompt: str) -> list[int]:
+    """Returns how many tokens of a prompt each step computes until its first token, beside one decode."""
+    sizes: list[int] = []
+    while prompt not in {request_id for request_id, _ in harness.tokens}:
+        sizes.append(harness.count_step() - 1)
+    return sizes
+
+
 @pytest.mark.parametrize(
     ("decode", "prompt_token", "limit", "length", "chunks"),
     [
@@ -115,10 +136,36 @@ def test_beside_decodes_a_prompt_gets_at_least_the_tokens_that_are_cheap_unless_
     while ("before", 0) not in harness.finished:
         harness.step()
     harness.engine.add(request("prompt", prompt_of(length, 1), 2))
-    sizes: list[int] = []
-    while "prompt" not in {request_id for request_id, _ in harness.tokens}:
-        sizes.append(harness.count_step() - 1)
-    assert sizes == chunks
+    assert chunks_of(harness, "prompt") == chunks
     harness.run()
     assert harness.tokens["prompt", 0] == expected_output(prompt_of(length, 1), 2)
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize(("lent", "length", "chunks"), [(False, 90, [20] * 4 + [10]), (True, 90, [40, 40, 10])])
+def test_a_prompt_that_yields_to_decodes_gets_the_tokens_that_are_cheap_and_no_more(
+    lent: bool, length: int, chunks: list[int]
+) -> None:
+    descriptor = CoreTable.create(2, 2)
+    table, clock = CoreTable(descriptor), ManualClock()
+    os.close(descriptor)  # the mapping stays
+    with threads_kept():
+        harness = Harness(
+            max_num_batched_tokens=64,
+            max_num_mixed_tokens=0,
+            wrap=lambda runner: TimedRunner(runner, clock, decode=0.020, prompt_token=0.00049),
+            clock=clock,
+            threads=StepThreads(CoreShare(1, table, 0)),
+        )
+        CoreShare(1, table, 1).claim()
+        harness.engine.add(request("decode", prompt_of(40), 20))
+        harness.step()
+        harness.step()
+        harness.engine.add(request("before", prompt_of(16, 2), 1))
+        harness.step()
+        if lent:
+            table.claim(1, 0)
+        harness.engine.add(replace(request("prompt", prompt_of(length, 1), 2), yields_to_decodes=True))
+        assert chunks_of(harness, "prompt") == chunks
+        harness.run()
     harness.engine.check_idle()

@@ -70,6 +70,7 @@ def test_what_the_engine_needs_of_a_request_is_taken_over(role: KVRole) -> None:
         first_choice_index=2,
         priority=-4,
         cache_salt=b"tenant",
+        yields_to_decodes=True,
     )
     assert engine_request_from_wire(asked, role, vocab_size=1000, has_store=False) == EngineRequest(
         "a",
@@ -81,6 +82,7 @@ def test_what_the_engine_needs_of_a_request_is_taken_over(role: KVRole) -> None:
         receive=role is KVRole.CONSUME,
         prior_output_token_ids=tuple(PROMPT[10:]),
         first_choice_index=2,
+        yields_to_decodes=True,
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from router.request import RequestEvent, RequestTrace, RoutedRequest
-from tests.router.scripted_nodes import NAMESPACE, PATIENCE, Cluster, PrefillCall, ScriptedDecode, soon
+from tests.router.scripted_cluster import Cluster
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, PrefillCall, ScriptedDecode, soon
 
 PROMPT = tuple(range(100, 110))  # two full blocks and a partial one
 

@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
-from prometheus_client import CollectorRegistry
 
 from kvrelay.core.block_hash import BlockHash, KVNamespace
 from kvrelay.core.errors import KVRelayError
@@ -24,14 +22,6 @@ from kvrelay.v1 import (
     prefill_node_pb2,
     prefill_node_pb2_grpc,
 )
-from router.nodes.kv_index import KVIndex
-from router.nodes.node import NodeState
-from router.nodes.registry import Registry
-from router.policy import PrefixAware
-from router.relay.limits import RelayLimits
-from router.relay.placer import Placer
-from router.relay.recovery_metrics import RecoveryMetrics
-from router.relay.relay import ClusterRelay
 
 BLOCK_SIZE = 4
 NAMESPACE = KVNamespace(b"\x01" * 32, "float32", "test-layout", BLOCK_SIZE)
@@ -56,6 +46,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.vocab_size = 1000
         self.protocol = PROTOCOL
         self.vocabulary = b""
+        self.core_table = ""
         self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -121,6 +112,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             max_num_seqs=self.max_num_seqs,
             protocol=self.protocol,
             vocabulary=self.vocabulary,
+            core_table=self.core_table,
         )
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:
@@ -295,98 +287,9 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         self._updates.put_nowait(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A relay over scripted nodes. `prefill` and `decode` are the first nodes of their kind."""
-
-    prefills: tuple[ScriptedPrefill, ...]
-    decodes: tuple[ScriptedDecode, ...]
-    registry: Registry
-    placer: Placer
-    relay: ClusterRelay
-    collectors: CollectorRegistry
-
-    @property
-    def prefill(self) -> ScriptedPrefill:
-        return self.prefills[0]
-
-    @property
-    def decode(self) -> ScriptedDecode:
-        return self.decodes[0]
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self.collectors.get_sample_value(f"kvrelay:{name}", {"model_name": "m", **labels}) or 0.0
-
-
-@asynccontextmanager
-async def registered(
-    *nodes: ScriptedNode,
-    late: ScriptedNode | None = None,
-    silence: float = 5.0,
-    timeout: float = PATIENCE,
-    vocabulary: bytes = b"",
-) -> AsyncIterator[Registry]:
-    """Starts a registry of these nodes, without waiting for any of them. `late` has an address but does not answer
-    yet."""
-    everyone = nodes if late is None else (*nodes, late)
-    async with AsyncExitStack() as stack:
-        for node in everyone:
-            await node.start()
-            stack.push_async_callback(node.stop)
-        if late is not None:
-            await late.stop()
-        prefill = [node.address for node in everyone if isinstance(node, ScriptedPrefill)]
-        decode = [node.address for node in everyone if isinstance(node, ScriptedDecode)]
-        registry = Registry(prefill, decode, KVIndex(1000), timeout=timeout, silence=silence, vocabulary=vocabulary)
-        stack.push_async_callback(registry.close)
-        registry.start()
-        yield registry
-
-
-@asynccontextmanager
-async def cluster(
-    *,
-    num_prefill_nodes: int = 1,
-    num_decode_nodes: int = 1,
-    lease_ttl: float = 30.0,
-    local_prefill_max_tokens: int = 0,
-    max_concurrent_requests: int = 100,
-    max_attempts: int = 3,
-    node_wait: float = PATIENCE,
-    silence: float = 5.0,
-) -> AsyncIterator[Cluster]:
-    """Runs a relay over scripted nodes, one of each kind unless told otherwise."""
-    prefills = tuple(ScriptedPrefill(f"prefill-{index}") for index in range(num_prefill_nodes))
-    decodes = tuple(ScriptedDecode(f"decode-{index}") for index in range(num_decode_nodes))
-    collectors = CollectorRegistry()
-    async with registered(*prefills, *decodes, silence=silence) as registry:
-        limits = RelayLimits(
-            max_concurrent_requests=max_concurrent_requests,
-            max_attempts=max_attempts,
-            node_wait=node_wait,
-            lease_ttl=lease_ttl,
-            node_timeout=PATIENCE,
-        )
-        placer = Placer(registry, PrefixAware(local_prefill_max_tokens), limits)
-        relay = ClusterRelay(registry, placer, limits, RecoveryMetrics("m", collectors))
-        try:
-            await settled(registry)
-            yield Cluster(prefills, decodes, registry, placer, relay, collectors)
-        finally:
-            await relay.close(timeout=0.0)
-
-
 async def soon(queue: asyncio.Queue[_Item]) -> _Item:
     async with asyncio.timeout(PATIENCE):
         return await queue.get()
-
-
-async def settled(registry: Registry) -> None:
-    """Returns when the registry knows of every node what to make of it. On a busy machine the first attempt to reach
-    one may fail, whereupon the registry itself waits no longer for it."""
-    async with asyncio.timeout(PATIENCE):
-        await registry.wait_settled()
-    await until(lambda: all(node.state is not NodeState.CONNECTING for node in registry.nodes))
 
 
 async def until(condition: Callable[[], bool]) -> None:

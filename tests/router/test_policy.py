@@ -209,6 +209,38 @@ def test_a_decode_node_helps_a_busy_prefill_node_unless_that_delays_its_decodes_
     assert placement.reason is PlacementReason.DISAGGREGATED, "switched off"
 
 
+@pytest.mark.parametrize(
+    ("p", "d", "expected"),
+    [
+        (prefill("p0"), decode("d0", decoding=8), PlacementReason.SHARED_CORES),
+        (prefill("p0"), decode("d0"), PlacementReason.DISAGGREGATED),  # which then computes with all cores, too
+        (prefill("p0"), decode("d0", decoding=8, queued=333), PlacementReason.SHARED_CORES),
+        (prefill("p0"), decode("d0", decoding=8, queued=334), PlacementReason.DISAGGREGATED),
+        (prefill("p0", queued=499), decode("d0", decoding=8), PlacementReason.DISAGGREGATED),
+        (prefill("p0", queued=500), decode("d0", decoding=8), PlacementReason.SHARED_CORES),
+        (prefill("p0", queued=500), decode("d0", decoding=8, queued=1), PlacementReason.DISAGGREGATED),
+        (prefill("p0", queued=1250), decode("d0", decoding=8, queued=500), PlacementReason.SHARED_CORES),
+        (prefill("p0", queued=500), decode("d0"), PlacementReason.PREFILL_BUSY),
+    ],
+)
+def test_a_prompt_takes_no_cores_away_that_a_decode_node_was_lent(
+    p: PrefillCandidate, d: DecodeCandidate, expected: PlacementReason
+) -> None:
+    shared = candidates(replace(p, core_table="t"), replace(d, core_table="t"))
+    assert PrefixAware().choose(facts(1000), shared).reason is expected
+    for tables in (("", ""), ("t", "u"), ("t", ""), ("", "t")):
+        apart = candidates(replace(p, core_table=tables[0]), replace(d, core_table=tables[1]))
+        assert PrefixAware().choose(facts(1000), apart).reason is not PlacementReason.SHARED_CORES
+    placement = PrefixAware(local_prefill_max_tokens=0).choose(facts(1000), shared)
+    assert placement.reason is PlacementReason.DISAGGREGATED, "switched off"
+
+
+def test_a_prefill_node_of_another_machine_costs_a_decode_node_no_cores() -> None:
+    here, elsewhere = replace(prefill("p0", queued=9), core_table="t"), prefill("p1")
+    nodes = candidates(here, elsewhere, replace(decode("d0", decoding=8), core_table="t"))
+    assert PrefixAware().choose(facts(1000), nodes).prefill == "p1"
+
+
 def test_a_prefill_node_has_little_to_do_if_another_decode_node_holds_the_prompt() -> None:
     nodes = candidates(prefill("p0", queued=500), decode("d0"), decode("d1", held=62, sequences=100))
     placement = PrefixAware().choose(facts(1000), nodes)

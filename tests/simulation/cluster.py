@@ -40,8 +40,8 @@ T = TypeVar("T")
 class ClusterConfig:
     """The size and the settings of a cluster. `node`: the settings that nodes usually have; with the probability
     `variety` one has others, every time it starts. `lease_ttls`: one for each router. `connectors`: the tiers of a node
-    in the order of asking; nodes are on `num_hosts` hosts in turn. `damage`: probability that a copied payload loses a
-    bit. Times are in seconds."""
+    in the order of asking; nodes are on `num_hosts` hosts in turn, and with `lends_cores` say that those of a host lend
+    each other cores. `damage`: probability that a copied payload loses a bit. Times are in seconds."""
 
     num_prefill_nodes: int = 2
     num_decode_nodes: int = 2
@@ -59,6 +59,7 @@ class ClusterConfig:
     longest_step: float = 0.02
     connectors: tuple[str, ...] = (SAME_HOST,)
     num_hosts: int = 1
+    lends_cores: bool = False
     store_ttl: int = 3600
     damage: float = 0.0
 
@@ -217,11 +218,13 @@ class Cluster:
             # The first of its kind takes whatever the others do, so that whatever has begun can end.
             config = draw_node_config(self.random, config, serves_all=number == "0")
             connectors = connectors[self.random.randrange(len(connectors)) :]  # all have the last one
+        host = f"host-{int(number) % self.config.num_hosts}"
         return self._maker.make(
             config,
             address,
             process,
-            partial(self._transports.connect, connectors, f"host-{int(number) % self.config.num_hosts}"),
+            partial(self._transports.connect, connectors, host),
+            core_table=host if self.config.lends_cores else "",
             node_id=address if self.random.random() < 0.5 else f"{address}.{self._num_starts}",
             is_prefill=role == "prefill",
         )

@@ -68,6 +68,7 @@ class NodeMaker:
         process: Process,
         connect: Callable[[PrefillRate], NodeTransport],
         *,
+        core_table: str,
         node_id: str,
         is_prefill: bool,
     ) -> RunningNode:
@@ -92,6 +93,7 @@ class NodeMaker:
                 stream_interval=config.stream_interval,
             ),
         )
+        node.core_table = core_table
         service: PrefillService | DecodeService
         service = PrefillService(node, clock=VirtualClock()) if is_prefill else DecodeService(node)
         server = Server(process, self.network)

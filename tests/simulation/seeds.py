@@ -65,6 +65,7 @@ def _draw_cluster(random: Random, *, damage: float, run_ahead: bool, node_wait: 
         longest_step=random.choice((0.005, 0.02, 0.1)),
         connectors=connectors,
         num_hosts=num_hosts,
+        lends_cores=random.random() < 0.5,
         store_ttl=random.choice((1, 3600)),
         damage=damage,
     )

@@ -66,6 +66,15 @@ class StepThreads:
         """Tells whether other nodes of the machine may use the cores of this one."""
         return self._share is not None and self._share.table is not None
 
+    @property
+    def core_table(self) -> str:
+        """Returns the name of the table through which nodes lend each other cores, nothing if this one shares none."""
+        return "" if self._share is None else self._share.table_name
+
+    def has_lent_cores(self) -> bool:
+        """Tells whether a node that has claimed its cores may now use others as well."""
+        return self._share is not None and self._share.available() > self._share.num_cores
+
     def are_wanted(self) -> bool:
         """Tells whether prompts wait on another node, which computes them sooner with the cores of this one."""
         return self._share is not None and self._share.is_wanted()

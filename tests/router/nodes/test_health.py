@@ -15,16 +15,13 @@ from kvrelay.core.sampling_params import SamplingParams
 from router.nodes.node import NodeState
 from router.request import RoutedRequest
 from tests.router.routed import collected, give_up, take, take_trace
+from tests.router.scripted_cluster import Cluster, cluster, registered, settled
 from tests.router.scripted_nodes import (
     NAMESPACE,
     PATIENCE,
-    Cluster,
     ScriptedDecode,
     ScriptedNode,
     ScriptedPrefill,
-    cluster,
-    registered,
-    settled,
     soon,
     token,
     until,

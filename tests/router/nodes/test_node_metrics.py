@@ -9,7 +9,8 @@ from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
-from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, cluster, registered, settled, until
+from tests.router.scripted_cluster import cluster, registered, settled
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, until
 
 
 async def test_everything_of_a_node_is_in_the_metrics() -> None:

@@ -14,17 +14,8 @@ from router.nodes import registry as registry_module
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.registry import Registry
-from tests.router.scripted_nodes import (
-    NAMESPACE,
-    PATIENCE,
-    ScriptedDecode,
-    ScriptedNode,
-    ScriptedPrefill,
-    registered,
-    settled,
-    soon,
-    until,
-)
+from tests.router.scripted_cluster import registered, settled
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedDecode, ScriptedNode, ScriptedPrefill, soon, until
 
 A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
 

@@ -5,7 +5,8 @@ from contextlib import aclosing
 
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from tests.router.routed import a_request, opened, take, take_trace
-from tests.router.scripted_nodes import cluster, token
+from tests.router.scripted_cluster import cluster
+from tests.router.scripted_nodes import token
 
 
 async def test_a_node_ends_an_output_of_which_the_client_needs_no_more_while_it_waits_for_another() -> None:

@@ -10,15 +10,8 @@ from kvrelay.core.errors import GivenUpError, UnavailableError
 from kvrelay.core.outputs import FinishReason
 from router.nodes.node import NodeState
 from tests.router.routed import a_request, assert_idle, give_up, say, take, take_trace
-from tests.router.scripted_nodes import (
-    Cluster,
-    PrefillCall,
-    ScriptedDecode,
-    cluster,
-    soon,
-    token,
-    until,
-)
+from tests.router.scripted_cluster import Cluster, cluster
+from tests.router.scripted_nodes import PrefillCall, ScriptedDecode, soon, token, until
 
 
 async def next_decode(nodes: Cluster) -> ScriptedDecode:

@@ -22,17 +22,8 @@ from router.relay.prefill_client import PrefillFinished
 from router.request import KVOrigins, RequestEvent
 from tests.manual_clock import ManualClock
 from tests.router.routed import PROMPT, a_request, assert_idle, opened, take, take_trace
-from tests.router.scripted_nodes import (
-    BLOCK_SIZE,
-    NAMESPACE,
-    Cluster,
-    PrefillCall,
-    ScriptedNode,
-    cluster,
-    soon,
-    token,
-    until,
-)
+from tests.router.scripted_cluster import Cluster, cluster
+from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, PrefillCall, ScriptedNode, soon, token, until
 
 NAMES = list(block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True))
 LAST = token(8, finish=FinishReason.LENGTH)

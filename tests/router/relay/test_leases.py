@@ -7,7 +7,8 @@ import pytest
 
 from kvrelay.core.errors import UnavailableError
 from tests.router.routed import a_request, give_up, take
-from tests.router.scripted_nodes import cluster, soon, until
+from tests.router.scripted_cluster import cluster
+from tests.router.scripted_nodes import soon, until
 
 
 async def test_a_lease_is_renewed_before_it_would_end() -> None:

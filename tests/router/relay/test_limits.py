@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, OverloadedError
 from tests.router.routed import a_request, collected, expire
-from tests.router.scripted_nodes import cluster
+from tests.router.scripted_cluster import cluster
 
 
 async def test_waiting_requests_count_towards_the_limit_and_their_deadline_holds() -> None:

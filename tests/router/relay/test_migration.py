@@ -15,12 +15,8 @@ from kvrelay.core.wire import prompt_logprobs_to_wire
 from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 from router.nodes.node import NodeState
 from tests.router.routed import PROMPT, a_request, assert_idle, begun, give_up, opened, say, take, take_trace
-from tests.router.scripted_nodes import (
-    cluster,
-    soon,
-    token,
-    until,
-)
+from tests.router.scripted_cluster import cluster
+from tests.router.scripted_nodes import soon, token, until
 
 
 async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() -> None:

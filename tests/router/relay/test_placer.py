@@ -11,7 +11,8 @@ from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import node_pb2, prefill_node_pb2
 from router.request import NodeRequest, RoutedRequest
 from tests.router.routed import give_up, take
-from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, Cluster, cluster, soon, token, until
+from tests.router.scripted_cluster import Cluster, cluster
+from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, soon, token, until
 
 PROMPT = tuple(range(200, 210))  # two full blocks and a partial one
 
@@ -113,6 +114,20 @@ async def test_a_decode_node_is_chosen_by_the_load_that_nodes_report(load: dict[
         await until(lambda: nodes.registry.decode[0].load.num_leases == 1)
         placement = nodes.placer.place(NODE_REQUEST, lost=set(), last_resort=False)
         assert placement.decode.source.node_id == chosen
+
+
+@pytest.mark.parametrize("table", ["", "shared"])
+async def test_a_prompt_that_is_computed_on_lent_cores_yields_to_decodes(table: str) -> None:
+    async with cluster(local_prefill_max_tokens=4, core_table=table) as nodes:
+        message = node_pb2.NodeLoad(num_blocks=1000, num_free_blocks=1000, num_requests_decoding=2)
+        nodes.decode.updates.put_nowait(node_pb2.WatchResponse(epoch=1, sequence=1, load=message))
+        await until(lambda: nodes.registry.decode[0].load.num_requests_decoding == 2)
+        request = RoutedRequest("r", PROMPT, SamplingParams(seed=1), NAMESPACE, timeout=60.0)
+        async with aclosing(nodes.relay.run(request)) as events:
+            first = asyncio.create_task(take(events))
+            admit = await nodes.decode.admit()
+            assert (admit.local_prefill, admit.yields_to_decodes) == (bool(table), bool(table))
+            await give_up(first)
 
 
 async def test_a_decode_node_need_not_compute_what_it_holds() -> None:

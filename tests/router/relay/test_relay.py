@@ -9,7 +9,8 @@ import pytest
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from router.nodes.node import NodeState
 from tests.router.routed import a_request, give_up, opened, take
-from tests.router.scripted_nodes import NAMESPACE, cluster, until
+from tests.router.scripted_cluster import cluster
+from tests.router.scripted_nodes import NAMESPACE, until
 
 
 async def test_an_id_is_one_request_s_while_it_runs() -> None:

@@ -25,7 +25,8 @@ from router.relay.attempt import Loss
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from router.relay.supervisor import _Share
 from tests.router.routed import a_request, assert_idle, begun, expire, give_up, opened, take, take_trace
-from tests.router.scripted_nodes import cluster, soon, token, until
+from tests.router.scripted_cluster import cluster
+from tests.router.scripted_nodes import soon, token, until
 
 
 async def test_tokens_come_before_the_transfer_and_the_lease_goes_after_it() -> None:

@@ -12,16 +12,8 @@ from kvrelay.core.errors import DeadlineError, UnavailableError
 from kvrelay.core.outputs import FinishReason
 from router.nodes.node import NodeState
 from tests.router.routed import PROMPT, a_request, assert_idle, begun, expire, give_up, opened, say, take, take_trace
-from tests.router.scripted_nodes import (
-    NAMESPACE,
-    PATIENCE,
-    Cluster,
-    ScriptedNode,
-    cluster,
-    soon,
-    token,
-    until,
-)
+from tests.router.scripted_cluster import Cluster, cluster
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedNode, soon, token, until
 
 
 async def none_lives(nodes: Cluster) -> None:
