@@ -23,7 +23,7 @@ from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.v1 import decode_node_pb2
 from router.relay.attempt import Loss
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
-from router.relay.supervisor import _Share
+from router.relay.share import Share
 from tests.router.routed import a_request, assert_idle, begun, expire, give_up, opened, take, take_trace
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import soon, token, until
@@ -383,7 +383,7 @@ async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -
 
 def test_a_token_of_a_decode_node_makes_the_waits_short_again() -> None:
     """A prefill node's token does not: each decode node may end before its first."""
-    share = _Share((0,), Backoff(first=1.0, longest=64.0, jitter=0.0))
+    share = Share((0,), Backoff(first=1.0, longest=64.0, jitter=0.0))
     waits = []
     for are_first in (True, True, False, True):
         waits.append(share.backoff.next())
@@ -393,7 +393,7 @@ def test_a_token_of_a_decode_node_makes_the_waits_short_again() -> None:
 
 def test_a_token_forgets_the_losses_before_it() -> None:
     node = KVSource("node", 1, "")
-    share = _Share((0,), Backoff(), {(loss, node) for loss in Loss})
+    share = Share((0,), Backoff(), {(loss, node) for loss in Loss})
     share.forgive_losses(are_first=True)
     assert share.losses == {(Loss.DECODING, node)}
     share.forgive_losses(are_first=False)
