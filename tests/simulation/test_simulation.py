@@ -25,6 +25,7 @@ from kvrelay.node import engine_request
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
 from router.relay.attempt import Attempt
+from router.relay.charge import Charge
 from router.relay.decode_client import DecodeSession
 from router.relay.prefill_client import PrefillClient
 from router.relay.supervisor import RequestSupervisor
@@ -59,8 +60,8 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
 
 def test_a_seed_replays_event_by_event() -> None:
     """The run is the same alone and after another one."""
-    alone = _simulate("--seed", "27", "--trace").splitlines()[:-1]  # the last line is the verdict
-    behind = _simulate("--seeds", "26:28", "--trace").splitlines()[:-1]  # here it has the seconds it took
+    alone = _simulate("--seed", "30", "--trace").splitlines()[:-1]  # the last line is the verdict
+    behind = _simulate("--seeds", "29:31", "--trace").splitlines()[:-1]  # here it has the seconds it took
     assert len(alone) > 100
     assert behind[-len(alone) :] == alone
     assert len(behind) > len(alone)
@@ -101,7 +102,7 @@ def _never_expires(leases: LeaseTable) -> None:
     """Keeps leases that nobody releases for ever."""
 
 
-def _keeps_the_charge(attempt: Attempt) -> None:
+def _keeps_the_charge(charge: Charge) -> None:
     """Lets the node look busy for ever."""
 
 
@@ -154,7 +155,7 @@ PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (LeaseTable, "sweep", _never_expires, "leases left"),
     (Receiver, "discard", _keeps_blocks_pinned, "are still held"),
     (DecodeSession, "close", _does_not_abort, "requests left"),
-    (Attempt, "_uncharge", _keeps_the_charge, "queued tokens"),
+    (Charge, "end", _keeps_the_charge, "queued tokens"),
     (TieredConnector, "retract", _offers_for_ever, "offers blocks"),
     (engine_request, "sampling_from_wire", _loses_a_parameter, "output 0 is"),
 ]
