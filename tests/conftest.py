@@ -1,6 +1,7 @@
 """Fixtures for every test: nothing may be left in shared memory, and a real Redis for those that ask. What the shell
 says about settings, proxies and interrupts changes no test."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -44,3 +45,12 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
+
+
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    """Lets no collection of garbage run, for tests of what is forgotten without one: full ones are rare."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

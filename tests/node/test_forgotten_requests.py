@@ -1,9 +1,7 @@
 """What an aborted request leaves in a node: nothing, not even until a collection of garbage. Its prompt may be long."""
 
 import asyncio
-import gc
 import weakref
-from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from typing import Any, cast
 
@@ -22,16 +20,9 @@ from tests.node.fake_node import FailingRunner, make_node, serving
 from tests.node.holders import LadderConnector
 from tests.node.router_end import PATIENCE, PROMPT, Router, admit
 
+pytestmark = pytest.mark.usefixtures("without_collections")
+
 _NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
-
-
-@pytest.fixture(autouse=True)
-def without_collections() -> Iterator[None]:
-    """No collection of garbage is needed to forget a request: full ones are rare."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def test_a_request_that_was_aborted_while_it_received_is_forgotten() -> None:

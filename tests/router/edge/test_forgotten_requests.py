@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import grpc
@@ -18,15 +18,10 @@ from tests.router.edge.edge_parts import ScriptedRelay, make_edge
 from tests.router.edge.gateway_client import COMPLETION, Gateway
 from tests.router.scripted_nodes import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the gateway
-
-
-@pytest.fixture(autouse=True)
-def without_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),  # that of the gateway
+    pytest.mark.usefixtures("without_collections"),
+]
 
 
 def _is_forgotten(relay: ScriptedRelay) -> Callable[[], bool]:

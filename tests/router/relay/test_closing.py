@@ -1,10 +1,8 @@
 """The end of the relay and of a request: who is waited for, who is told, and that nothing is left."""
 
 import asyncio
-import gc
 import logging
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 
 import grpc
@@ -15,14 +13,6 @@ from kvrelay.core.outputs import FinishReason, TokenOutput
 from tests.router.routed import a_request, assert_idle, begun, collected, expire, give_up, opened, take, take_trace
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import soon, token, until
-
-
-@pytest.fixture
-def without_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def test_the_log_says_what_a_request_waited_for_that_is_closed_when_its_time_is_over(
