@@ -142,9 +142,9 @@ class Attempt:
         has left."""
         self._sink = sink
         self._timeout = timeout
-        self._decode.node.num_sequences += self._node_request.sampling.n
         self._charge.begin()
         self._session = self._decode.client.open(self._wire_id, sink)
+        self._decode.node.num_sequences += self._node_request.sampling.n  # from now on, `close` takes it back
         self._session.admit(
             self._node_request,
             local_prefill=self._prefill is None,

@@ -125,3 +125,13 @@ async def test_a_request_that_has_ended_with_an_error_is_forgotten(how: str, wit
             await take(events)
         del events
         await until(lambda: forgotten() is None)
+
+
+async def test_a_node_to_which_no_stream_can_be_opened_keeps_no_count_of_the_request() -> None:
+    """Otherwise it would count as busier with each such request, for as long as the router lives."""
+    async with cluster() as nodes:
+        [decode] = nodes.registry.decode
+        await decode.channel.close()
+        with pytest.raises(grpc.aio.UsageError):
+            await collected(nodes, a_request())
+        assert_idle(nodes)
