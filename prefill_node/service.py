@@ -5,9 +5,10 @@
 2. If other nodes hold leading blocks, or a store may, these are reserved and fetched first (`Receiver`); the engine
    computes the rest in chunks.
 3. As soon as a chunk's blocks are published, the stream reports how many leading blocks can be fetched (`progress`).
+   Once some could not be published, it reports no more: those behind them are of no use without them.
 4. The first tokens are sampled from the prompt's last logits (`finished`); they do not wait for publication.
-5. The stream ends when the last block is published. The engine has then finished the request, and only the lease holds
-   its blocks.
+5. The stream ends when the last block was offered to the connector. The engine has then finished the request, and only
+   the lease holds its blocks.
 6. `ReleaseLeases`, or expiry, ends the lease. The blocks stay cached under their names until they are evicted.
 
 Invariant: a stream that ends before `finished` leaves nothing behind; one that ends later leaves only the lease.
@@ -53,7 +54,8 @@ class _Prefill:
     first_tokens: list[TokenOutput] = field(default_factory=list)
     fetches: FetchReport = NOTHING_FETCHED
     finished: bool = False
-    published: bool = False
+    has_gap: bool = False  # some blocks could not be published
+    all_offered: bool = False  # to the connector, whether or not it has published them
     reception: asyncio.Task[None] | None = None
 
 
@@ -192,17 +194,19 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         prefill.events.put_nowait(pb.PrefillEvent(finished=event))
         self._end_if_done(prefill)
 
-    def _on_progress(self, request_id: str, num_blocks: int) -> None:
+    def _on_progress(self, request_id: str, num_blocks: int, are_published: bool) -> None:
         prefill = self._active.get(request_id)
         if prefill is None:
             return
-        progress = pb.PrefillProgress(num_published_blocks=num_blocks)
-        prefill.events.put_nowait(pb.PrefillEvent(progress=progress))
-        prefill.published = num_blocks == prefill.num_blocks
+        prefill.has_gap |= not are_published
+        if not prefill.has_gap:
+            progress = pb.PrefillProgress(num_published_blocks=num_blocks)
+            prefill.events.put_nowait(pb.PrefillEvent(progress=progress))
+        prefill.all_offered = num_blocks == prefill.num_blocks
         self._end_if_done(prefill)
 
     def _end_if_done(self, prefill: _Prefill) -> None:
-        if prefill.finished and prefill.published:
+        if prefill.finished and prefill.all_offered:
             prefill.events.put_nowait(None)
 
     # -- blocks from other holders -----------------------------------------------------------------------------------

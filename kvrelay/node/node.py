@@ -26,7 +26,7 @@ from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
 from kvrelay.node.lease_counts import LeaseCounts
 from kvrelay.node.prefill_rate import PrefillRate
-from kvrelay.node.publisher import Publisher
+from kvrelay.node.publisher import Notify, Publisher
 from kvrelay.node.receiver import Receiver, ReceptionContext
 from kvrelay.node.watchdog import EngineHungError, Watchdog
 
@@ -56,6 +56,10 @@ class MakeEngineThread(Protocol):
         on_result: Callable[[StepResult], None],
         on_crash: Callable[[BaseException], None],
     ) -> EngineThread: ...
+
+
+def _ignore_progress(request_id: str, num_blocks: int, are_published: bool) -> None:
+    """Does nothing: a node without PRODUCE requests makes no progress with them."""
 
 
 class Node:
@@ -98,15 +102,16 @@ class Node:
         self._hangs = False
         self._prefill_rate = prefill_rate
         self._handler: Callable[[StepResult], None] = lambda result: None
-        self._on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None
+        self._on_progress: Callable[[str, int, bool], None] = _ignore_progress
 
     def start(
         self,
         handler: Callable[[StepResult], None],
-        on_progress: Callable[[str, int], None] = lambda request_id, num_blocks: None,
+        on_progress: Callable[[str, int, bool], None] = _ignore_progress,
     ) -> None:
         """Starts the engine. `handler` is called on the loop for each StepResult, `on_progress` with the id of a
-        PRODUCE request and the number of its leading blocks that can be fetched."""
+        PRODUCE request, the number of its leading blocks that were offered to the connector, and whether they can be
+        fetched."""
         self._handler = handler
         self._on_progress = on_progress
         self._publisher.start(self._on_crash)
@@ -178,8 +183,8 @@ class Node:
         self.event_log.append(result.stored, result.removed, result.load)
         self._publisher.enqueue(result.named, [self._progress(*progress) for progress in result.progress])
 
-    def _progress(self, request_id: str, num_blocks: int) -> Callable[[], None]:
-        return lambda: self._on_progress(request_id, num_blocks)
+    def _progress(self, request_id: str, num_blocks: int) -> Notify:
+        return lambda are_published: self._on_progress(request_id, num_blocks, are_published)
 
     def _on_crash(self, error: BaseException) -> None:
         _logger.critical("node %s does not work any more: %s", self.identity.node_id, error)

@@ -1,4 +1,4 @@
-"""Publishes newly named blocks in the order in which the engine named them, and reports when they can be fetched.
+"""Publishes newly named blocks in the order in which the engine named them, and reports whether they can be fetched.
 
 Invariant: `notify` callbacks run after every block enqueued before them was offered to the connector, and a block is
 unpinned only after that.
@@ -18,15 +18,19 @@ from kvrelay.core.tasks import end_tasks
 _logger = logging.getLogger(__name__)
 
 
+Notify = Callable[[bool], None]
+"""Hears whether the blocks that were enqueued with it are published, or the connector has failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Batch:
     blocks: tuple[NamedBlock, ...]
-    notify: tuple[Callable[[], None], ...]
+    notify: tuple[Notify, ...]
 
 
 class Publisher:
-    """A task that drains a queue of blocks. If the connector fails, peers do not find those blocks; the order and the
-    callbacks stay as they are. `unpin` gets the ids of blocks that were offered to the connector."""
+    """A task that drains a queue of blocks. If the connector fails, peers do not find those blocks, and the callbacks
+    hear of it, in the same order. `unpin` gets the ids of blocks that were offered to the connector."""
 
     def __init__(self, connector: KVConnector, unpin: Callable[[Sequence[int]], None]) -> None:
         self._connector = connector
@@ -41,7 +45,7 @@ class Publisher:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="publisher")
         self._task.add_done_callback(partial(_report, on_failure))
 
-    def enqueue(self, blocks: Sequence[NamedBlock], notify: Sequence[Callable[[], None]] = ()) -> None:
+    def enqueue(self, blocks: Sequence[NamedBlock], notify: Sequence[Notify] = ()) -> None:
         if blocks or notify:
             self._queue.put_nowait(_Batch(tuple(blocks), tuple(notify)))
 
@@ -63,26 +67,28 @@ class Publisher:
                 batches.append(self._queue.get_nowait())
             try:
                 blocks = [block for batch in batches for block in batch.blocks]
-                if blocks:
-                    await self._publish(blocks)
+                are_published = not blocks or await self._publish(blocks)
             finally:
                 for _ in batches:
                     self._queue.task_done()
             for batch in batches:
                 for notify in batch.notify:
-                    notify()
+                    notify(are_published)
 
-    async def _publish(self, blocks: Sequence[NamedBlock]) -> None:
+    async def _publish(self, blocks: Sequence[NamedBlock]) -> bool:
+        """Offers blocks to the connector; tells whether it has taken any."""
         try:
             await self._connector.publish(list(dict.fromkeys(blocks)))  # requests with one prefix offer the same
         except KVError as error:
             if not self._num_unpublished:  # a store that is down fails at every step
                 _logger.warning("%d blocks are not published: %s; not logged again while it fails", len(blocks), error)
             self._num_unpublished += len(blocks)
+            return False
         else:
             if self._num_unpublished:
                 _logger.info("blocks are published again; %d were not", self._num_unpublished)
             self._num_unpublished = 0
+            return True
         finally:
             self._unpin([block.block_id for block in blocks])
 

@@ -56,8 +56,9 @@ class PrefillNodeServicer(object):
 
     def Prefill(self, request, context):
         """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-        ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
-        the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
+        ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
+        publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
+        blocks; from `finished` on only the lease holds them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,8 +24,9 @@ class PrefillNodeStub:
         kvrelay.v1.prefill_node_pb2.PrefillEvent,
     ]
     """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-    ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
-    the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
+    ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
+    publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
+    blocks; from `finished` on only the lease holds them.
     """
 
     RenewLeases: grpc.UnaryUnaryMultiCallable[
@@ -46,8 +47,9 @@ class PrefillNodeAsyncStub:
         kvrelay.v1.prefill_node_pb2.PrefillEvent,
     ]
     """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-    ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
-    the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
+    ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
+    publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
+    blocks; from `finished` on only the lease holds them.
     """
 
     RenewLeases: grpc.aio.UnaryUnaryMultiCallable[
@@ -70,8 +72,9 @@ class PrefillNodeServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.prefill_node_pb2.PrefillEvent], collections.abc.AsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillEvent]]:
         """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-        ends when all blocks are published. `finished` does not wait for publication: it may come before the last `progress`. Cancelling
-        the stream before `finished` aborts the prefill and frees its blocks; from `finished` on only the lease holds them.
+        ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
+        publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
+        blocks; from `finished` on only the lease holds them.
         """
 
     @abc.abstractmethod

@@ -62,7 +62,7 @@ class PrefillFinished:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The stream is over. Without an error, all blocks are published. This is the last event."""
+    """The stream is over. Without an error, all blocks are published that could be. This is the last event."""
 
     error: KVRelayError | None
 

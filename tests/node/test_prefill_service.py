@@ -8,8 +8,9 @@ from typing import cast
 
 import pytest
 
-from kv_connector.in_process import InProcessHub
-from kvrelay.core.errors import InvalidRequestError, KVRelayError, UnavailableError
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
@@ -25,6 +26,17 @@ from tests.node.holders import LadderConnector
 PROMPT = list(range(100, 120))
 NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
 PATIENCE = 10.0
+
+
+class LosingConnector(InProcessConnector):
+    """A connector that publishes nothing while `is_lost` is set."""
+
+    is_lost = False
+
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+        if self.is_lost:
+            raise KVError("not reachable")
+        await super().publish(blocks)
 
 
 def prefill_request(request_id: str, prompt: Sequence[int]) -> pb.PrefillRequest:
@@ -61,6 +73,35 @@ async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
             rest = [event async for event in events]
         assert max(event.progress.num_published_blocks for event in rest) == 3
         assert sum(event.HasField("finished") for event in rest) == 1
+        await node.check_idle()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_blocks_that_could_not_be_published_are_not_reported(is_lost: bool) -> None:
+    """The router would send the decode node for them in vain. The stream ends all the same."""
+    connector = LosingConnector(InProcessHub())
+    connector.is_lost = is_lost
+    async with serving(PrefillService, node := make_node(connector=connector)) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            found = [event async for event in events]
+        assert max(event.progress.num_published_blocks for event in found) == (0 if is_lost else 3)
+        assert sum(event.HasField("finished") for event in found) == 1
+        await release(service, "a")
+        await node.check_idle()
+
+
+async def test_blocks_behind_some_that_could_not_be_published_are_not_reported_either() -> None:
+    """They are of no use without those before them."""
+    runner = GatedRunner()
+    async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            assert (await anext(events)).HasField("accepted")
+            service._on_progress("a", 1, True)
+            service._on_progress("a", 2, False)
+            runner.gate.set()
+            progress = [event.progress async for event in events if event.HasField("progress")]
+        assert [each.num_published_blocks for each in progress] == [1]
+        await release(service, "a")
         await node.check_idle()
 
 

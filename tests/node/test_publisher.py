@@ -28,15 +28,21 @@ class FailingConnector(InProcessConnector):
 
 async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
     unpinned: list[int] = []
-    told: list[int] = []
-    publisher = Publisher(FailingConnector(KVError("not reachable")), unpinned.extend)
+    told: list[tuple[int, bool]] = []
+    connector = FailingConnector(KVError("not reachable"))
+    publisher = Publisher(connector, unpinned.extend)
     publisher.start(lambda error: pytest.fail(str(error)))
     for block in BLOCKS:
-        publisher.enqueue([block], [lambda block_id=block.block_id: told.append(block_id)])  # type: ignore[misc]
+        publisher.enqueue([block], [lambda published, block_id=block.block_id: told.append((block_id, published))])  # type: ignore[misc]
     async with asyncio.timeout(PATIENCE):
         await publisher.drain()
+        assert unpinned == [0, 1, 2]
+        connector.error = None
+        publisher.enqueue(BLOCKS[:1], [lambda published: told.append((0, published))])
+        publisher.enqueue([], [lambda published: told.append((3, published))])
+        await publisher.drain()
     await asyncio.sleep(0)
-    assert unpinned == told == [0, 1, 2]
+    assert told == [(0, False), (1, False), (2, False), (0, True), (3, True)], "what was offered before is there"
     await publisher.close()
 
 
@@ -137,7 +143,7 @@ async def test_a_node_whose_publisher_has_failed_counts_as_crashed() -> None:
     node = make_node()
     node.start(lambda result: None)
 
-    def fault() -> None:
+    def fault(published: bool) -> None:
         raise RuntimeError("a fault of ours")
 
     node._publisher.enqueue([], [fault])
