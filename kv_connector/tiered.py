@@ -27,6 +27,7 @@ from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 
 _SHARE = 0.5  # of the time left, for a tier that is not the last one
 # Of what several tiers report of a block, the last one in this order is passed on.
@@ -56,6 +57,7 @@ class TieredConnector(Generic[TierT_co]):
         self.has_store = any(tier.has_store for tier in tiers)
         self.tiers = tuple(tiers)
         self._clock: Clock = clock or MonotonicClock()
+        self._outages = Outages(self._clock.now)
         self._host = host or this_host()
         self._device_pool: DevicePool | None = None
         self._block_bytes = 0  # before `allocate` or `serve`, and after `close`
@@ -103,7 +105,10 @@ class TieredConnector(Generic[TierT_co]):
         if len(errors) == len(self.tiers):
             raise errors[0]
         for error in errors:
-            _logger.warning("%d blocks are published through some tiers only: %s", len(blocks), error)
+            message = "%d blocks are published through some tiers only: %s"
+            self._outages.failed("publishing through every tier", message, len(blocks), error)
+        if not errors:
+            self._outages.succeeded("publishing through every tier")
 
     def retract(self, block_ids: Sequence[int]) -> None:
         for tier in self.tiers:
@@ -142,7 +147,8 @@ class TieredConnector(Generic[TierT_co]):
         try:
             found = parse_endpoints(source.endpoint)
         except KVError as error:
-            _logger.warning("node %s cannot be asked: %s", source.node_id, error)
+            name = f"asking node {source.node_id}"
+            self._outages.failed(name, "node %s cannot be asked: %s", source.node_id, error)
             return []
         holders: list[tuple[TierT_co, KVSource | None]] = [
             (tier, replace(source, endpoint=found.by_name[tier.name]))
@@ -165,8 +171,9 @@ class TieredConnector(Generic[TierT_co]):
         try:
             outcomes = await tier.fetch(source, blocks, timeout=timeout)
         except KVError as error:
-            _logger.warning("fetching through %s failed: %s", tier.name, error)
+            self._outages.failed(f"fetching through {tier.name}", "fetching through %s failed: %s", tier.name, error)
             return [FetchOutcome.FAILED] * len(blocks)
+        self._outages.succeeded(f"fetching through {tier.name}")
         if gate is not None:
             fetched = outcomes.count(FetchOutcome.FETCHED)
             gate.observe(fetched * self._block_bytes, self._clock.now() - started)

@@ -138,7 +138,8 @@ class Receiver:
             async with asyncio.timeout(self._wait_seconds):
                 await self._wake.wait()
         except TimeoutError:
-            _logger.warning("request %s: nobody sent the missing blocks; they are computed here", self._request_id)
+            message = "request %s: nobody sent the missing blocks; they are computed here"
+            self._context.outages.failed("waiting for another source", message, self._request_id)
             self.end()
 
     async def _fetch(self, ask: Ask) -> None:

@@ -157,6 +157,30 @@ async def test_publication_fails_only_when_every_tier_does(pair: Pair) -> None:
         await pair.owner.connector.publish(sent)
 
 
+async def test_a_tier_that_fails_at_every_call_is_logged_once_and_so_is_its_return(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nodes publish and fetch many times a second."""
+    caplog.set_level("INFO", "kvrelay.core.outages")
+    sent = blocks(2)
+    pair.owner_tiers[0].fails = pair.peer_tiers[0].fails = True
+    for _ in range(3):
+        await write_and_publish(pair.owner, sent)
+        assert set(await pair.fetch(sent)) == {FETCHED}
+        assert set(await pair.peer.connector.fetch(KVSource("other", 1, "?"), sent, timeout=PATIENCE)) == {FAILED}
+    pair.owner_tiers[0].fails = pair.peer_tiers[0].fails = False
+    pair.clock.seconds += 10
+    await write_and_publish(pair.owner, sent)
+    await pair.fetch(sent)
+    assert caplog.messages == [
+        "2 blocks are published through some tiers only: told to fail; not logged again while it fails",
+        "fetching through first failed: told to fail; not logged again while it fails",
+        "node other cannot be asked: not an endpoint: '?'; not logged again while it fails",
+        "publishing through every tier works again; it failed 3 times",
+        "fetching through first works again; it failed 3 times",
+    ]
+
+
 async def test_retractions_reach_every_tier(pair: Pair) -> None:
     sent = blocks(2)
     await write_and_publish(pair.owner, sent)

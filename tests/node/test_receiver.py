@@ -366,12 +366,17 @@ async def test_blocks_that_a_second_source_lacks_too_are_reported_again() -> Non
         assert (await task).num_tokens == BLOCK_SIZE
 
 
-async def test_the_wait_for_a_router_that_does_not_answer_ends() -> None:
-    async with reception(patience=0.02) as case:
-        await case.p.hold(case.admission, 1)
-        case.receiver.announce(case.p.source, 1, ended=True)
-        assert (await case.run()).num_tokens == BLOCK_SIZE
-        assert case.missing == [29]
+async def test_the_wait_for_a_router_that_does_not_answer_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, but not of every request while the router is silent."""
+    outages = Outages(lambda: 0.0)
+    for _ in range(2):
+        async with reception(patience=0.02, outages=outages) as case:
+            await case.p.hold(case.admission, 1)
+            case.receiver.announce(case.p.source, 1, ended=True)
+            assert (await case.run()).num_tokens == BLOCK_SIZE
+            assert case.missing == [29]
+    said = "request r: nobody sent the missing blocks; they are computed here; not logged again while it fails"
+    assert caplog.messages.count(said) == len([said for said in caplog.messages if "nobody" in said]) == 1
 
 
 async def test_a_cancelled_reception_unpins_its_blocks() -> None:
