@@ -57,14 +57,20 @@ class DecodeCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The live nodes, in an order that does not change between requests; `decode` is not empty."""
+    """The live nodes, in an order that does not change between requests; `decode` is not empty. `broken`: prefill and
+    decode nodes, by id, between which KV does not get through."""
 
     prefill: tuple[PrefillCandidate, ...]
     decode: tuple[DecodeCandidate, ...]
+    broken: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def all(self) -> tuple[PrefillCandidate | DecodeCandidate, ...]:
         return (*self.prefill, *self.decode)
+
+    def prefill_for(self, decode: DecodeCandidate) -> tuple[PrefillCandidate, ...]:
+        """Returns the prefill nodes whose KV gets to `decode`."""
+        return tuple(node for node in self.prefill if (node.node_id, decode.node_id) not in self.broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class SourceHint:
 
 class PlacementReason(Enum):
     DISAGGREGATED = "disaggregated"
-    NO_PREFILL_NODE = "no_prefill_node"
+    NO_PREFILL_NODE = "no_prefill_node"  # none lives, or none whose KV gets to the decode node
     SHORT_SUFFIX = "short_suffix"  # cheaper to compute where it is decoded than to move it
     PREFILL_BUSY = "prefill_busy"  # its queue takes longer than the delay that computing at the decode node causes
     SHARED_CORES = "shared_cores"  # it would take the cores on which the decode node decodes
@@ -110,13 +116,15 @@ _NodeT = TypeVar("_NodeT", PrefillCandidate, DecodeCandidate)
 
 class Policy(Protocol):
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
-        """Returns the nodes for a request; the same ones for the same arguments. Must be cheap: it is called once per
-        placement, on the router's loop."""
+        """Returns the nodes for a request; the same ones for the same arguments. A prefill node is one of
+        `candidates.prefill_for` the decode node. Must be cheap: it is called once per placement, on the router's
+        loop."""
         ...
 
     def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
         """Returns a prefill node for blocks that a decode node should have fetched and that no node has, of
-        `num_missing_tokens` tokens in all; None if the decode node shall compute them by itself."""
+        `num_missing_tokens` tokens in all; None if the decode node shall compute them by itself. `candidates.prefill`
+        are nodes whose KV gets to it."""
         ...
 
 
@@ -125,9 +133,9 @@ class RoundRobin:
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = candidates.decode[facts.number % len(candidates.decode)]
-        if not candidates.prefill:
+        if not (usable := candidates.prefill_for(decode)):
             return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
-        prefill = candidates.prefill[facts.number % len(candidates.prefill)]
+        prefill = usable[facts.number % len(usable)]
         return _disaggregated(facts, prefill, decode, candidates)
 
     def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
@@ -142,9 +150,9 @@ class LeastLoaded:
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = min(candidates.decode, key=lambda node: (node.num_sequences, -node.num_free_blocks))
-        if not candidates.prefill:
+        if not (usable := candidates.prefill_for(decode)):
             return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
-        prefill = min(candidates.prefill, key=lambda node: node.num_queued_tokens)
+        prefill = min(usable, key=lambda node: node.num_queued_tokens)
         return _disaggregated(facts, prefill, decode, candidates)
 
     def refill(self, facts: RequestFacts, candidates: Candidates, num_missing_tokens: int) -> RefillPlacement | None:
@@ -170,12 +178,13 @@ class PrefixAware:
         decode node  = MOVED_TOKEN * (prompt - h) + queued tokens + SEQUENCE * (its sequences + n)
                        + MISSING_TOKEN * max(0, prompt - h + n * block_size - free tokens)
 
-    The two choices are independent, so each takes its own minimum. Among equally cheap nodes the one that holds more
-    wins, and equal ones take turns.
+    Each choice takes its own minimum, that of the prefill node among those whose KV gets to the decode node. Among
+    equally cheap nodes the one that holds more wins, and equal ones take turns.
 
     The decode node prefills by itself (conditional disaggregation) in four cases:
 
-    - No prefill node is live. The decode node fetches what others hold of the prompt and computes the rest.
+    - No prefill node is live, or none whose KV gets to the decode node. The decode node fetches what others hold of the
+      prompt and computes the rest.
     - It misses at most `local_prefill_max_tokens` tokens: moving them would cost a round trip and save one small chunk.
     - The prefill node's queue takes longer than the delay that a prefill causes beside decodes, which is the prefill's
       own length once for each sequence that decodes there:
@@ -201,11 +210,11 @@ class PrefixAware:
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = _cheapest(facts, candidates.decode, [self._decode_cost(facts, node) for node in candidates.decode])
-        if not candidates.prefill:
+        if not (usable := candidates.prefill_for(decode)):
             return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
         most_held = max(node.num_held_blocks for node in candidates.all)
-        costs = [self._prefill_cost(facts, node, most_held) for node in candidates.prefill]
-        prefill = _cheapest(facts, candidates.prefill, costs)
+        costs = [self._prefill_cost(facts, node, most_held) for node in usable]
+        prefill = _cheapest(facts, usable, costs)
         reason = self._why_local(facts, decode, prefill, min(costs))
         if reason is not None:
             return _local(facts, decode, reason, candidates)
@@ -302,6 +311,7 @@ def _sources(
         SourceHint(node.node_id, min(node.num_held_blocks, num_full_blocks))
         for node in candidates.all
         if min(node.num_held_blocks, num_full_blocks) > computing.num_held_blocks
+        and (node.node_id, computing.node_id) not in candidates.broken
     )
 
 
@@ -313,7 +323,9 @@ def _decode_sources(
     return _most_held(
         SourceHint(node.node_id, node.num_held_blocks)
         for node in candidates.all
-        if node.num_held_blocks > decode.num_held_blocks and node.node_id != prefill.node_id
+        if node.num_held_blocks > decode.num_held_blocks
+        and node.node_id != prefill.node_id
+        and (node.node_id, decode.node_id) not in candidates.broken
     )
 
 

@@ -14,8 +14,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from kv_connector.breaker import CircuitBreaker
 from kv_connector.settings import RedisSettings
+from kvrelay.core.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import ConfigurationError
 

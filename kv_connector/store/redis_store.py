@@ -16,7 +16,6 @@ import numpy as np
 from redis.exceptions import AuthenticationError, InvalidResponse
 
 from kv_connector.base import AccessDeniedError, FetchOutcome, FetchOutcomes, PoolBuffer
-from kv_connector.breaker import Attempt
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
 from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
@@ -25,6 +24,7 @@ from kv_connector.store.backlog import Backlog, Claim
 from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, described
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.breaker import Attempt
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
-from kv_connector.breaker import CircuitBreaker
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
@@ -24,6 +23,7 @@ from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, Verdicts
+from kvrelay.core.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout

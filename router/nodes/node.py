@@ -13,6 +13,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
+from router.nodes.links import Links
 from router.nodes.outlier import Outlier
 
 
@@ -37,7 +38,8 @@ class NodeHandle:
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
     `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
-    all routers but comes late. `outages`: of what requests need there.
+    all routers but comes late. `outages`: of what requests need there. `links`: of a decode node, those from prefill
+    nodes.
     """
 
     address: str
@@ -45,6 +47,7 @@ class NodeHandle:
     channel: grpc.aio.Channel
     outlier: Outlier
     outages: Outages
+    links: Links
     state: NodeState = NodeState.CONNECTING
     description: NodeDescription | None = None
     misfit: str | None = None

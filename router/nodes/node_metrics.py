@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrelay.core.node_report import NodeLoad
+from kvrelay.core.node_report import NodeLoad, NodeRole
 from router.nodes.node import NodeHandle, NodeState
 from router.nodes.registry import Registry
 
@@ -60,6 +60,11 @@ class NodeMetrics(Collector):
                 if node.is_watched:
                     family.add_metric(labels, value(node.load))
             yield family
+        links = GaugeMetricFamily("kvrelay:node_links_broken", "Prefill nodes whose KV does not come.", labels=_LABELS)
+        for labels, node in nodes:
+            if node.is_watched and node.role is NodeRole.DECODE:
+                links.add_metric(labels, node.links.num_broken)
+        yield links
         yield self._states(nodes)
         yield self._heartbeats(nodes)
         yield from _counters(nodes)

@@ -34,6 +34,7 @@ from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.nodes.agreement import difference, misfit
 from router.nodes.election import elect
 from router.nodes.kv_index import KVIndex
+from router.nodes.links import Links
 from router.nodes.node import NodeHandle, NodeState
 from router.nodes.outlier import Outlier
 from router.nodes.silence import Silence
@@ -90,7 +91,8 @@ class Registry:
 
     def _handle(self, address: str, role: NodeRole) -> NodeHandle:
         outlier = Outlier(f"{role.value} node {address}", self.clock, self._random)
-        return NodeHandle(address, role, self._connect(address), outlier, Outages(self.clock.now))
+        links = Links(self.clock, self._random)
+        return NodeHandle(address, role, self._connect(address), outlier, Outages(self.clock.now), links)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +187,7 @@ class Registry:
             if not self._belongs_to_another(node, known.source.node_id):
                 self.index.drop(known.source.node_id)
             node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
-            node.outages = Outages(self.clock.now)
+            node.outages, node.links = Outages(self.clock.now), Links(self.clock, self._random)
         for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
         self._check(node)

@@ -32,7 +32,8 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from router.nodes.node import NodeState
+from router.nodes.links import Delivery
+from router.nodes.node import NodeHandle, NodeState
 from router.relay.charge import Charge
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
 from router.relay.prefill_client import (
@@ -81,10 +82,10 @@ class NodeLostError(UnavailableError):
 
 class PlaceRefill(Protocol):
     """A function that chooses a prefill node other than `source` for blocks of `num_missing_tokens` tokens that no node
-    has; None if D shall compute them."""
+    has and `reader` (D) needs; None if D shall compute them."""
 
     def __call__(
-        self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int
+        self, node_request: NodeRequest, source: KVSource, *, reader: NodeHandle, num_missing_tokens: int
     ) -> PrefillPlacement | None: ...
 
 
@@ -128,6 +129,7 @@ class Attempt:
         self._sink: Callable[[AttemptEvent], None] = _ignore
         self._timeout = 0.0
         self._refill: Refill | None = None
+        self._delivery: Delivery | None = None  # of P's blocks to D
         self._session: DecodeSession | None = None
         self._prefilling: PrefillSession | None = None
         self._num_published_blocks = 0
@@ -155,6 +157,7 @@ class Attempt:
         if self._prefill is None:
             self._decoding = set(self._node_request.choices)
             return
+        self._delivery = self._decode.node.links.begin(self._prefill.source, self.decode_node)
         self._prefilling = self._prefill.client.prefill(
             self._wire_id, self._node_request, self._prefill.sources, timeout=timeout, sink=sink
         )
@@ -183,6 +186,8 @@ class Attempt:
         if self._session is not None:
             self._decode.node.num_sequences -= self._node_request.sampling.n
             self._session.close(finished=self._decode_is_done)
+        if self._delivery is not None:
+            self._delivery.close()
         if self._prefilling is not None:
             self._prefilling.close()
         if self._refill is not None:
@@ -294,7 +299,10 @@ class Attempt:
         placement = None
         if self._refill is None and self._prefill is not None:
             placement = self._place_refill(
-                self._node_request, self._prefill.source, num_missing_tokens=num_missing_tokens
+                self._node_request,
+                self._prefill.source,
+                reader=self._decode.node,
+                num_missing_tokens=num_missing_tokens,
             )
             if placement is not None and not (self._prefill.source.endpoint or placement.source.endpoint):
                 placement = None  # both publish to the store alone, from which D has just got nothing
@@ -303,7 +311,9 @@ class Attempt:
             self._session.pull_no_more()
             return
         self._tally.refill_began()
-        self._refill = Refill(self._node_request, f"{self._wire_id}.refill", placement, self._session, self._tally)
+        delivery = self._decode.node.links.begin(placement.source, self.decode_node)
+        wire_id = f"{self._wire_id}.refill"
+        self._refill = Refill(self._node_request, wire_id, placement, self._session, delivery, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
 
     def _log_missing(self, num_tokens: int, refill: PrefillPlacement | None) -> None:
@@ -325,8 +335,11 @@ class Attempt:
         has_all = self._refill is None and ready.num_recomputed_tokens == 0 and bool(ready.fetches.fetched)
         if has_all:
             self._decode.node.outages.succeeded(f"moving KV to {self.decode_node}")
+        if self._delivery is not None:
+            lacks_blocks = self._refill is not None or ready.num_recomputed_tokens > 0
+            self._delivery.settle(ready.fetches, lacks_blocks=lacks_blocks)
         if self._refill is not None:
-            self._refill.enough()
+            self._refill.enough(ready.fetches, lacks_blocks=ready.num_recomputed_tokens > 0)
         if self._has_first_tokens:  # until then the prefill still needs its blocks
             assert self._prefilling is not None
             self._prefilling.release()

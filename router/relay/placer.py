@@ -85,10 +85,10 @@ class Placer:
         return ResolvedPlacement(decode, prefill, placement.reason is PlacementReason.SHARED_CORES)
 
     def refill(
-        self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
+        self, node_request: NodeRequest, *, lost: Set[KVSource], reader: NodeHandle, num_missing_tokens: int
     ) -> PrefillPlacement | None:
         """Implements `Place.refill`."""
-        usable = self._usable(node_request, lost)
+        usable = self._usable(node_request, lost | set(reader.links.broken()))
         facts, held = self._facts(node_request, next(self._refill_numbers))
         refill = self._policy.refill(facts, _candidates(usable, held), num_missing_tokens)
         if refill is None:
@@ -187,6 +187,12 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
             )
             for node_id, node in nodes.items()
             if node.role is NodeRole.DECODE
+        ),
+        broken=frozenset(
+            (source.node_id, node_id)
+            for node_id, node in nodes.items()
+            for source in node.links.broken()
+            if source.node_id in nodes and nodes[source.node_id].source == source
         ),
     )
 

@@ -9,7 +9,8 @@ waits.
 import logging
 from dataclasses import replace
 
-from kvrelay.core.node_report import NOTHING_FETCHED
+from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
+from router.nodes.links import Delivery
 from router.relay.charge import Charge
 from router.relay.decode_client import DecodeSession
 from router.relay.prefill_client import (
@@ -29,10 +30,16 @@ _logger = logging.getLogger(__name__)
 
 class Refill:
     """One refill: the owner calls `open`, then `take` with each event that the sink is given, then `close`. `session`
-    is that of D. `over`: the node will announce no more blocks."""
+    is that of D, and `delivery` that of the blocks to it. `over`: the node will announce no more blocks."""
 
     def __init__(
-        self, node_request: NodeRequest, wire_id: str, placement: PrefillPlacement, session: DecodeSession, tally: Tally
+        self,
+        node_request: NodeRequest,
+        wire_id: str,
+        placement: PrefillPlacement,
+        session: DecodeSession,
+        delivery: Delivery,
+        tally: Tally,
     ) -> None:
         self.over = False
         self.node_id = placement.source.node_id
@@ -42,6 +49,7 @@ class Refill:
         self._wire_id = wire_id
         self._placement = placement
         self._session = session
+        self._delivery = delivery
         self._tally = tally
         self._prefilling: PrefillSession | None = None
         self._num_published_blocks = 0
@@ -84,10 +92,11 @@ class Refill:
     def _has_published_all(self) -> bool:
         return self._num_published_blocks >= self._tally.num_blocks(len(self._node_request.token_ids))
 
-    def enough(self) -> None:
-        """Closes the refill because D needs no more blocks, unless the node has published everything. Then it is about
-        to finish, and its last event says how many tokens it has computed. If the request ends before that event,
-        `close` counts the tokens that were expected."""
+    def enough(self, fetches: FetchReport, *, lacks_blocks: bool) -> None:
+        """Closes the refill because D, which has fetched these blocks and `lacks_blocks` or not, needs no more, unless
+        the node has published everything. Then it is about to finish, and its last event says how many tokens it has
+        computed. If the request ends before that event, `close` counts the tokens that were expected."""
+        self._delivery.settle(fetches, lacks_blocks=lacks_blocks and self._num_published_blocks > 0)
         self._is_enough = True
         if self._has_finished or not self._has_published_all:
             self.close()
@@ -95,6 +104,7 @@ class Refill:
     def close(self) -> None:
         """Ends the prefill. Must be called however the attempt ends. Idempotent."""
         self.over = True
+        self._delivery.close()
         self._charge.end()
         if self._is_enough and self._has_published_all and not self._has_finished:
             self._has_finished = True

@@ -38,6 +38,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, GivenUpError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.prompt_logprobs import PromptLogprobs
+from router.nodes.node import NodeHandle
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillFinished
@@ -59,10 +60,10 @@ class Place(Protocol):
         ...
 
     def refill(
-        self, node_request: NodeRequest, *, lost: Set[KVSource], num_missing_tokens: int
+        self, node_request: NodeRequest, *, lost: Set[KVSource], reader: NodeHandle, num_missing_tokens: int
     ) -> PrefillPlacement | None:
-        """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that a decode node
-        waits for in vain; None if the decode node shall compute them."""
+        """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that the decode node
+        `reader` waits for in vain; None if it shall compute them."""
         ...
 
     def is_live(self, node: KVSource) -> bool:
@@ -318,9 +319,10 @@ class RequestSupervisor:
         attempt.open(sink, timeout=max(0.0, self._began_at + self._request.timeout - self._clock.now()))
 
     def _refill(
-        self, node_request: NodeRequest, source: KVSource, *, num_missing_tokens: int
+        self, node_request: NodeRequest, source: KVSource, *, reader: NodeHandle, num_missing_tokens: int
     ) -> PrefillPlacement | None:
-        return self._place.refill(node_request, lost=self._lost | {source}, num_missing_tokens=num_missing_tokens)
+        lost = self._lost | {source}
+        return self._place.refill(node_request, lost=lost, reader=reader, num_missing_tokens=num_missing_tokens)
 
     def _on_deadline(self) -> None:
         """Ends the request because its time is over."""

@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from kv_connector.base import HostConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
+from router.nodes.links import Links
 from tests.cluster.agreement import check_agrees
 from tests.cluster.cluster import Cluster, cluster
 from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
 from tests.kv_connector.settled import settled
+from tests.manual_clock import ManualClock
 from tests.redis_server import RedisServer
 
 PROMPT = prompt_of(100)
@@ -131,3 +134,19 @@ async def test_requests_go_on_while_redis_is_stopped_and_use_it_again_afterwards
                     break
     finally:
         server.stop()
+
+
+async def test_nodes_that_do_not_reach_each_other_compute_prompts_once_in_the_end(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """They are on one host, but do not see the same directory. The first prompts are computed at both."""
+    async with cluster(model, decode_settings={"shared_memory_dir": str(tmp_path)}) as running:
+        clock = ManualClock()
+        running.registry.decode[0].links = Links(clock, Random(0))
+        computed = []
+        for number in range(6):
+            clock.seconds += 0.5 if number == 5 else 0.0
+            served = await running.generate(prompt_of(50, number), max_tokens=8)
+            assert served.tokens[0] == reference.generate(prompt_of(50, number), 8)
+            computed.append((served.how.prefill_node, served.how.kv.num_recomputed_tokens))
+    assert computed == [("prefill-0", 50)] * 3 + [(None, 0)] * 2 + [("prefill-0", 50)]

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.v1 import common_pb2
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.scripted_cluster import Cluster
-from tests.router.scripted_nodes import NAMESPACE, PATIENCE, PrefillCall, ScriptedDecode, soon
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, PrefillCall, ScriptedDecode, soon, token
 
 PROMPT = tuple(range(100, 110))  # two full blocks and a partial one
+LAST = token(8, finish=FinishReason.LENGTH)
 
 
 def a_request(request_id: str = "r", *, n: int = 1, timeout: float = 60.0) -> RoutedRequest:
@@ -50,6 +52,12 @@ async def opened(
     assert call.request.request_id == admit.request_id
     call.accept()
     return first, call, admit.request_id
+
+
+def fetched(*origins: tuple[str, int], **in_vain: int) -> common_pb2.FetchReport:
+    """Returns a report of so many blocks from each of these nodes."""
+    blocks = [common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in origins]
+    return common_pb2.FetchReport(fetched=blocks, **in_vain)
 
 
 async def give_up(task: "asyncio.Task[Any]") -> None:

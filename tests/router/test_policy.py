@@ -272,3 +272,40 @@ def test_few_missing_tokens_are_computed_where_they_are_missed() -> None:
     nodes = candidates(prefill("p0"), decode("d0"))
     assert PrefixAware(64).refill(facts(), nodes, 64) is None
     assert PrefixAware(64).refill(facts(), nodes, 65) is not None
+
+
+def without(nodes: Candidates, *broken: tuple[str, str]) -> Candidates:
+    return replace(nodes, broken=frozenset(broken))
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])
+def test_no_prefill_node_is_chosen_whose_kv_does_not_get_to_the_decode_node(name: str) -> None:
+    policy = make_policy(name, local_prefill_max_tokens=0)
+    nodes = candidates(prefill("p0"), prefill("p1"), decode("d0"), decode("d1"))
+    pairs = set()
+    for number, busy in itertools.product(range(4), ("d0", "d1")):
+        chosen = policy.choose(
+            facts(number=number),
+            replace(
+                without(nodes, ("p0", "d0"), ("p1", "d1")),
+                decode=tuple(replace(node, num_sequences=int(node.node_id == busy)) for node in nodes.decode),
+            ),
+        )
+        pairs.add((chosen.prefill, chosen.decode))
+    assert pairs == {("p1", "d0"), ("p0", "d1")}, "the decode nodes are chosen as before"
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])
+def test_a_decode_node_that_no_kv_reaches_prefills_and_asks_who_reaches_it(name: str) -> None:
+    policy = make_policy(name, local_prefill_max_tokens=0)
+    nodes = candidates(prefill("p0", held=9), prefill("p1", held=8), decode("d0"), decode("d1", held=7, sequences=999))
+    placement = policy.choose(facts(), without(nodes, ("p0", "d0"), ("p1", "d0")))
+    assert (placement.prefill, placement.decode) == (None, "d0")
+    assert placement.reason is PlacementReason.NO_PREFILL_NODE
+    assert placement.decode_sources == (SourceHint("d1", 7),)
+
+
+def test_a_holder_whose_kv_does_not_get_to_the_decode_node_is_named_to_the_prefill_node_alone() -> None:
+    nodes = candidates(prefill("p0", held=9, queued=9999), prefill("p1"), decode("d"))
+    placement = PrefixAware(0).choose(facts(), without(nodes, ("p0", "d")))
+    assert (placement.prefill, placement.sources, placement.decode_sources) == ("p1", (SourceHint("p0", 9),), ())

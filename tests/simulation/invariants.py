@@ -9,6 +9,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.node_report import NodeLoad
 from prefill_node.service import PrefillService
+from router.nodes.links import Links
 from tests.simulation.cluster import Cluster, Router, process_task
 from tests.simulation.running_node import LAYOUT, RunningNode
 from tests.simulation.virtual_loop import describe_task
@@ -71,6 +72,7 @@ def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode])
     for handle in registry.nodes:
         add(f"queued tokens at {handle.address}", handle.num_queued_tokens)
         add(f"sequences at {handle.address}", handle.num_sequences)
+        add(f"trials of links to {handle.address}", _trials(handle.links))
         add(f"{handle.address} as {handle.state.value}", handle.state.value != "live")
         add(f"{handle.address} as busy: {handle.load}", not _is_idle(handle.load))
     index = registry.index
@@ -83,6 +85,10 @@ def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode])
         wrong = known - held if forgets else known ^ held
         add(f"{len(wrong)} names of {running.name} wrong in the index", wrong)
     return left
+
+
+def _trials(links: Links) -> list[str]:
+    return [source.node_id for source, breaker in links._breakers.items() if breaker._trial is not None]
 
 
 def _is_idle(load: NodeLoad) -> bool:

@@ -13,6 +13,7 @@ from kvrelay.core.outages import Outages
 from router.nodes import election
 from router.nodes.agreement import difference
 from router.nodes.election import VOTE_SECONDS, elect
+from router.nodes.links import Links
 from router.nodes.node import NodeHandle
 from router.nodes.outlier import Outlier
 from tests.router.scripted_nodes import NAMESPACE
@@ -22,7 +23,8 @@ NOW = 1000.0
 
 def node(name: str, block_size: int, *, heard_at: float | None = NOW) -> NodeHandle:
     clock = MonotonicClock()
-    handle = NodeHandle(name, NodeRole.DECODE, cast(Any, None), Outlier(name, clock, Random(0)), Outages(clock.now))
+    outlier, links = Outlier(name, clock, Random(0)), Links(clock, Random(0))
+    handle = NodeHandle(name, NodeRole.DECODE, cast(Any, None), outlier, Outages(clock.now), links)
     handle.heard_at = heard_at
     handle.description = NodeDescription(
         role=NodeRole.DECODE,

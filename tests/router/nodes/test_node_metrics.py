@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
+from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.v1 import node_pb2
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
@@ -43,6 +44,12 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         assert value("node_state", state="live") == 1
         assert value("node_state", state="lost") == 0
         assert value("node_ejections_total") == 0
+        assert value("node_links_broken") is None
+        [decode], [prefill] = nodes.registry.decode, nodes.registry.prefill
+        for _ in range(3):
+            assert value("node_links_broken", node="decode-0", role="decode") == 0
+            decode.links.begin(prefill.source, "decode-0").settle(NOTHING_FETCHED, lacks_blocks=True)
+        assert value("node_links_broken", node="decode-0", role="decode") == 1
         age = value("node_heartbeat_age_seconds")
         assert age is not None and age >= 0
         load = node_pb2.NodeLoad(num_leases=3, num_free_blocks=750, num_blocks=1000)

@@ -15,23 +15,17 @@ from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outages import Outages
 from kvrelay.core.outputs import FinishReason
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.v1 import common_pb2, node_pb2
+from kvrelay.v1 import node_pb2
 from router.nodes.node import NodeState
 from router.relay.attempt import RefillEvent
 from router.relay.prefill_client import PrefillFinished
 from router.request import KVOrigins, RequestEvent
 from tests.manual_clock import ManualClock
-from tests.router.routed import PROMPT, a_request, assert_idle, opened, take, take_trace
+from tests.router.routed import LAST, PROMPT, a_request, assert_idle, fetched, opened, take, take_trace
 from tests.router.scripted_cluster import Cluster, cluster
 from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, PrefillCall, ScriptedNode, soon, token, until
 
 NAMES = list(block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True))
-LAST = token(8, finish=FinishReason.LENGTH)
-
-
-def fetched(*origins: tuple[str, int], **in_vain: int) -> common_pb2.FetchReport:
-    blocks = [common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in origins]
-    return common_pb2.FetchReport(fetched=blocks, **in_vain)
 
 
 async def holds(nodes: Cluster, node: ScriptedNode, num_blocks: int) -> None:

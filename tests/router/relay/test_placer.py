@@ -154,7 +154,12 @@ async def test_a_refill_takes_no_nodes_turn() -> None:
         for _ in range(4):
             placement = nodes.placer.place(NODE_REQUEST, lost=set(), last_resort=False)
             assert placement.prefill is not None
-            refill = nodes.placer.refill(NODE_REQUEST, lost={placement.prefill.source}, num_missing_tokens=10)
+            refill = nodes.placer.refill(
+                NODE_REQUEST,
+                lost={placement.prefill.source},
+                reader=placement.decode.node,
+                num_missing_tokens=10,
+            )
             assert refill is not None and refill.node is not placement.prefill.node
             chosen.append(placement.prefill.source.node_id)
         assert chosen == ["prefill-0", "prefill-1"] * 2

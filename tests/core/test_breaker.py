@@ -1,6 +1,6 @@
 """When the circuit breaker admits attempts: not after failures in a row, then one at a time after a wait."""
 
-from kv_connector.breaker import Attempt, CircuitBreaker
+from kvrelay.core.breaker import Attempt, CircuitBreaker
 from tests.manual_clock import ManualClock
 
 

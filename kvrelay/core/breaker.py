@@ -8,6 +8,7 @@ most one is under way.
 """
 
 import logging
+from random import Random
 from typing import NewType
 
 from kvrelay.core.backoff import Backoff
@@ -20,23 +21,33 @@ Attempt = NewType("Attempt", object)
 
 
 class CircuitBreaker:
-    """The breaker of one server or peer, used from one loop. `name` is for the log."""
+    """The breaker of one server or peer, used from one loop. `name` is for the log; `random` draws the waits."""
 
-    def __init__(self, name: str, clock: Clock, *, threshold: int = 3) -> None:
+    def __init__(self, name: str, clock: Clock, *, threshold: int = 3, random: Random | None = None) -> None:
         self._name = name
         self._clock = clock
         self._threshold = threshold
-        self._backoff = Backoff(first=0.5, longest=30.0)
+        self._backoff = Backoff(first=0.5, longest=30.0, random=random)
         self._failures = 0
         self._retry_at: float | None = None  # None: closed
         self._trial: Attempt | None = None  # the attempt that an open breaker has admitted
 
+    @property
+    def is_open(self) -> bool:
+        """Tells whether it has opened and nothing has succeeded since."""
+        return self._retry_at is not None
+
+    @property
+    def admits(self) -> bool:
+        """Tells whether `admit` returns an attempt now."""
+        return self._retry_at is None or (self._trial is None and self._clock.now() >= self._retry_at)
+
     def admit(self) -> Attempt | None:
         """Returns an attempt, with which its end is reported, or None if there is to be none."""
+        if not self.admits:
+            return None
         attempt = Attempt(object())
         if self._retry_at is not None:
-            if self._trial is not None or self._clock.now() < self._retry_at:
-                return None
             self._trial = attempt
         return attempt
 

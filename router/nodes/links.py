@@ -1,0 +1,88 @@
+"""Which prefill nodes' KV gets to a decode node. A router may reach two nodes that do not reach each other; then one of
+them computes prompts for the other in vain.
+
+Invariant: a link over which KV gets through is used. One over which nothing came several times in a row is left alone
+for a while, and then tried by one prompt at a time.
+"""
+
+from random import Random
+
+from kvrelay.core.breaker import Attempt, CircuitBreaker
+from kvrelay.core.clock import Clock
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.node_report import FetchReport
+
+_CAPACITY = 256  # links that fail, of which the oldest gives way
+_STORE = ""  # where blocks come from, in a report, whose prefill node publishes to the store alone
+
+
+class Links:
+    """The links from prefill nodes to one decode node. `random` draws for how long they are left alone."""
+
+    def __init__(self, clock: Clock, random: Random) -> None:
+        self._clock = clock
+        self._random = random
+        self._breakers: dict[KVSource, CircuitBreaker] = {}  # of the links over which nothing came lately
+
+    @property
+    def num_broken(self) -> int:
+        """Counts the prefill nodes that are left alone, or tried again, since nothing came from them."""
+        return sum(breaker.is_open for breaker in self._breakers.values())
+
+    def broken(self) -> list[KVSource]:
+        """Returns the prefill nodes from which no prompt is to be expected now."""
+        return [source for source, breaker in self._breakers.items() if not breaker.admits]
+
+    def begin(self, source: KVSource, reader: str) -> "Delivery":
+        """Returns the delivery of a prompt's KV by `source`. `reader` is the decode node's id, for the log."""
+        breaker = self._breakers.get(source)
+        attempt = Attempt(object()) if breaker is None else breaker.admit()
+        return Delivery(self, source, f"moving KV from {source.node_id} to {reader}", attempt)
+
+    def arrived(self, source: KVSource) -> None:
+        breaker = self._breakers.pop(source, None)
+        if breaker is not None:
+            breaker.succeeded()
+
+    def lost(self, source: KVSource, name: str, attempt: Attempt) -> None:
+        breaker = self._breakers.get(source)
+        if breaker is None:
+            breaker = self._breakers[source] = CircuitBreaker(name, self._clock, random=self._random)
+            if len(self._breakers) > _CAPACITY:
+                del self._breakers[next(iter(self._breakers))]
+        breaker.failed(attempt)
+
+    def abandoned(self, source: KVSource, attempt: Attempt) -> None:
+        breaker = self._breakers.get(source)
+        if breaker is not None:
+            breaker.abandoned(attempt)
+
+
+class Delivery:
+    """A prompt's KV on its way from `source`. The owner calls `settle` when it knows what has arrived, and `close` in
+    any case; only the first call counts. `attempt` is None if the link is left alone by now, so that no news are bad
+    news."""
+
+    def __init__(self, links: Links, source: KVSource, name: str, attempt: Attempt | None) -> None:
+        self._links = links
+        self._source = source
+        self._name = name
+        self._attempt = attempt
+        self._is_over = False
+
+    def settle(self, fetches: FetchReport, *, lacks_blocks: bool) -> None:
+        """Takes note of what the decode node has fetched. `lacks_blocks`: not all that `source` should have sent."""
+        origin = self._source.node_id if self._source.endpoint else _STORE
+        if any(node_id == origin for node_id, _ in fetches.fetched):
+            if not self._is_over:
+                self._links.arrived(self._source)
+        elif lacks_blocks and self._attempt is not None and not self._is_over:
+            self._links.lost(self._source, self._name, self._attempt)
+        else:
+            self.close()
+        self._is_over = True
+
+    def close(self) -> None:
+        if not self._is_over and self._attempt is not None:
+            self._links.abandoned(self._source, self._attempt)
+        self._is_over = True
