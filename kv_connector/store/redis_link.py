@@ -6,13 +6,13 @@ Invariant: no exchange takes longer than its deadline, and none begins while `se
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import InvalidResponse, RedisError
 
 from kv_connector.settings import RedisSettings
 from kvrelay.core.breaker import CircuitBreaker
@@ -27,6 +27,8 @@ class CircuitOpenError(Exception):
 
 
 UNREACHABLE = (RedisError, OSError, TimeoutError, CircuitOpenError)
+# What redis-py raises for answers that its parser takes and it cannot use itself.
+_UNUSABLE = (ValueError, TypeError, LookupError, AttributeError)
 
 
 def described(error: Exception) -> str:
@@ -56,7 +58,8 @@ class RedisLink:
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
             async with asyncio.timeout(seconds):
-                yield self.client
+                with _damaged_answers_refused():
+                    yield self.client
         except UNREACHABLE as error:
             if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):
                 self.server.abandoned(attempt)
@@ -77,6 +80,16 @@ class RedisLink:
         self._closed = True
         async with asyncio.timeout(self._timeout):
             await self.client.aclose()
+
+
+@contextmanager
+def _damaged_answers_refused() -> Iterator[None]:
+    """Raises InvalidResponse where an answer makes redis-py stumble: bytes that were damaged on the way are no fault of
+    ours, which would end the node."""
+    try:
+        yield
+    except _UNUSABLE as error:
+        raise InvalidResponse(f"no answer of Redis ({type(error).__name__}: {error})") from error
 
 
 def _client(settings: RedisSettings) -> Redis:

@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +120,28 @@ async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> 
         await peer.connector.close()
 
 
+@asynccontextmanager
+async def answering(answer: bytes, *, always: bool = False) -> AsyncIterator[Node]:
+    """Runs a server that answers every command with these bytes, except those that begin a connection, unless
+    `always`."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while command := await reader.read(4096):
+            greets = b"HELLO" in command
+            usual = b"%1\r\n+proto\r\n:3\r\n" if greets else b"+OK\r\n" * command.count(b"SETINFO")
+            writer.write(answer if always else usual or answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    peer = node(RedisSettings(url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"))
+    try:
+        yield peer
+    finally:
+        await peer.connector.close()
+        server.close()
+        await server.wait_closed()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -131,21 +155,20 @@ async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> 
 )
 async def test_an_answer_that_is_no_list_of_values_fails_the_blocks(answer: bytes) -> None:
     """The first one is a proxy's in front of several servers, of which one is away."""
+    async with answering(answer) as peer:
+        outcomes = await peer.connector.fetch(None, blocks(2), timeout=5)
+        assert outcomes[0] is FetchOutcome.FAILED and FetchOutcome.FETCHED not in outcomes
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while command := await reader.read(4096):
-            greets = b"HELLO" in command
-            num_settings = command.count(b"SETINFO")
-            writer.write(b"%1\r\n+proto\r\n:3\r\n" if greets else b"+OK\r\n" * num_settings or answer)
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    peer = node(RedisSettings(url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"))
-    outcomes = await peer.connector.fetch(None, blocks(2), timeout=5)
-    assert outcomes[0] is FetchOutcome.FAILED and FetchOutcome.FETCHED not in outcomes
-    await peer.connector.close()
-    server.close()
-    await server.wait_closed()
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("answer", [b"%1\r\n*1\r\n:1\r\n:1\r\n", b">2\r\n$1\r\n\x90\r\n$1\r\nx\r\n", b"?"])
+async def test_an_answer_at_which_the_client_stumbles_fails_the_blocks(answer: bytes, always: bool) -> None:
+    """A map with a list as a key, and a message with a kind that is no text: bytes that were damaged on the way. An
+    error of another kind would end the request, or the node."""
+    async with answering(answer, always=always) as peer:
+        assert set(await peer.connector.fetch(None, blocks(2), timeout=5)) == {FetchOutcome.FAILED}
+        with pytest.raises(KVError, match="none of 2"):
+            await peer.connector.publish(blocks(2))
 
 
 async def test_every_cancellation_ends_the_call(redis_server: RedisServer) -> None:
