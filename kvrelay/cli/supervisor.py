@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from kvrelay.core.backoff import Backoff
@@ -38,7 +39,7 @@ OnEnd = Callable[["ChildCommand"], None]
 
 
 class ChildFailedError(KVRelayError):
-    """A child has ended or did not become ready in time; the message has its last lines."""
+    """A child could not be started, has ended, or did not become ready in time; the message has its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +143,15 @@ class Supervisor:
 
     async def start(self, commands: Sequence[ChildCommand], *, timeout: float) -> list[ReadyLine]:
         """Starts a group and returns the ready lines in the same order when all of it is ready. Raises ChildFailedError
-        when one ends, or when `timeout` seconds have passed; what has been started is left to `stop`."""
+        when one cannot be started or ends, or when `timeout` seconds have passed; what has been started is left to
+        `stop`."""
         group: list[Child] = []
         self._groups.append(group)
         for command in commands:
-            group.append(await self._spawn(command))
+            try:
+                group.append(await self._spawn(command))
+            except OSError as error:
+                raise ChildFailedError(_start_report(command, error, "before the cluster was ready")) from error
         deadline = asyncio.get_running_loop().time() + timeout
         pending = list(group)
         while pending:
@@ -172,7 +177,7 @@ class Supervisor:
     ) -> NoReturn:
         """Starts every child again that ends, with growing waits; a successor has `timeout` seconds to be ready.
         Calls `on_end` when a child has ended, and `on_event` with a sentence for each end and each return. Raises
-        ChildFailedError when a child has ended too often in a row."""
+        ChildFailedError when a child has ended, or could not be started, too often in a row."""
         keepers = [
             asyncio.create_task(
                 self._keep(child, make_successor, timeout, on_event, on_end), name=f"keep {child.command.name}"
@@ -200,6 +205,7 @@ class Supervisor:
         num_restarts = 0
         backoff = Backoff(first=_FIRST_WAIT_SECONDS, longest=_LONGEST_WAIT_SECONDS, jitter=0.0)
         serves_since = clock()
+        report = partial(_exit_report, child)
         while True:
             await asyncio.wait({child.ended})
             on_end(command)
@@ -207,17 +213,18 @@ class Supervisor:
                 num_restarts = 0
                 backoff.reset()
             if num_restarts == MAX_RESTARTS:
-                raise ChildFailedError(_exit_report(child, f"again, after {MAX_RESTARTS} restarts"))
+                raise ChildFailedError(report(f"again, after {MAX_RESTARTS} restarts"))
             wait = backoff.next()
-            on_event(_exit_report(child, f"and is started again in {wait:g} s"))
+            on_event(report(f"and is started again in {wait:g} s"))
             await asyncio.sleep(wait)
             num_restarts += 1
             serves_since = clock()
             try:
                 child = await self._replace(child, command)
             except OSError as error:  # the machine has no process or no memory left for one: a start that failed
-                on_event(f"{command.name} cannot be started: {error}.")
+                report = partial(_start_report, command, error)
                 continue
+            report = partial(_exit_report, child)
             waits: set[asyncio.Future[Any]] = {child.ready, child.ended}
             await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             serves_since = clock()
@@ -299,6 +306,10 @@ def _exit_report(child: Child, circumstance: str) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
     lines = "".join(f"\n    {line}" for line in child.tail)
     return f"{child.command.name} {how} {circumstance}." + (f" Its last lines:{lines}" if lines else "")
+
+
+def _start_report(command: ChildCommand, error: OSError, circumstance: str) -> str:
+    return f"{command.name} could not be started ({error}) {circumstance}."
 
 
 def _parse_ready(line: str) -> ReadyLine | None:

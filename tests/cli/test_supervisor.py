@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
+from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, MakeSuccessor, ReadyLine, Supervisor
 
 # A child that reports ready and ends with its standard input, as nodes do. Its address is its process id.
 SERVE = """
@@ -179,6 +179,11 @@ def second(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
     return replace(command, arguments=(*command.arguments[:-1], "second"))
 
 
+def run_by(python: Path) -> MakeSuccessor:
+    """Returns what makes a successor of which `python` is the interpreter."""
+    return lambda command, _: replace(command, arguments=(str(python), *command.arguments[1:]))
+
+
 async def test_a_child_that_ends_is_started_again() -> None:
     events: asyncio.Queue[str] = asyncio.Queue()
     ended: list[str] = []
@@ -224,20 +229,39 @@ async def test_a_child_that_ends_again_and_again_is_given_up(monkeypatch: pytest
 async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
     """As when the machine has no memory left for it."""
     python, events = tmp_path / "python", asyncio.Queue[str]()
-
-    def elsewhere(command: ChildCommand, _: ReadyLine) -> ChildCommand:
-        return replace(command, arguments=(str(python), *command.arguments[1:]))
-
     async with Supervisor(stop_timeout=5) as supervisor:
         await supervisor.start([child("decode-0", SERVE)], timeout=20)
-        keeping = asyncio.create_task(supervisor.keep(make_successor=elsewhere, timeout=20, on_event=events.put_nowait))
+        keeping = asyncio.create_task(
+            supervisor.keep(make_successor=run_by(python), timeout=20, on_event=events.put_nowait)
+        )
         supervisor.children[0].kill()
-        assert "is started again in 0.25 s" in await events.get()
-        assert "decode-0 cannot be started: [Errno 2] No such file" in await events.get()
+        assert await events.get() == "decode-0 was killed by SIGKILL and is started again in 0.25 s."
+        event = await events.get()
+        assert event.startswith("decode-0 could not be started ([Errno 2] No such file"), "not how the last one ended"
+        assert event.endswith("and is started again in 0.5 s.")
         python.symlink_to(sys.executable)
-        assert "is started again in 0.5 s" in await events.get()
         assert await events.get() == "decode-0 serves again."
+        supervisor.children[0].kill()
+        assert await events.get() == "decode-0 was killed by SIGKILL and is started again in 1 s."
         keeping.cancel()
+
+
+async def test_a_child_that_can_never_be_started_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cli.supervisor._LONGEST_WAIT_SECONDS", 0.01)
+    async with Supervisor(stop_timeout=5) as supervisor:
+        await supervisor.start([child("decode-0", SERVE)], timeout=20)
+        supervisor.children[0].kill()
+        with pytest.raises(ChildFailedError, match=r"^decode-0 could not be started .* again, after 5 restarts\.$"):
+            await supervisor.keep(make_successor=run_by(tmp_path / "python"), timeout=20, on_event=lambda event: None)
+
+
+async def test_a_cluster_of_which_a_child_cannot_be_started_ends(tmp_path: Path) -> None:
+    nothing = replace(child("decode-0", SERVE), arguments=(str(tmp_path / "python"),))
+    async with Supervisor(stop_timeout=5) as supervisor:
+        with pytest.raises(ChildFailedError, match=r"^decode-0 could not be started \(.*\) before the cluster"):
+            await supervisor.start([child("prefill-0", SERVE), nothing], timeout=20)
+        process_ids = [one.process.pid for one in supervisor.children]
+    assert len(process_ids) == 1 and not _is_running(process_ids[0])
 
 
 async def test_the_end_of_a_child_is_noticed_while_what_it_has_started_holds_its_pipes() -> None:
