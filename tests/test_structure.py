@@ -2,6 +2,7 @@
 nothing is imported."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ TORCH_FREE = {
 }
 # The first takes settings from it, the second hands it on to child processes, the third sets what UCX reads there.
 ENVIRONMENT_USERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx.environment"}
+ENGINES = (["kvrelay", "engine"], ["paged_kernels"])  # what makes one, or says why it cannot
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -128,6 +130,12 @@ def test_settings_come_from_the_environment_in_one_place(module: Module) -> None
         assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")), (
             f"{module.name}:{node.lineno} uses the environment; settings come from kvrelay.core.config"
         )
+
+
+@pytest.mark.parametrize("module", [one for one in OURS if one.name.split(".")[:2] in ENGINES], ids=by_name)
+def test_an_engine_names_options_as_llm_does(module: Module) -> None:
+    """`max_num_seqs` is a keyword there and a line of a node's file; `--max-num-seqs` is only a node's flag."""
+    assert not re.search(r"(?<![\w-])--[a-z]", module.path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("module", OURS, ids=by_name)

@@ -71,7 +71,7 @@ def _problem_with_native(head_dim: int | None) -> str | None:
     if head_dim is not None and head_dim not in _NATIVE_HEAD_DIMS:
         return (
             f"the compiled attention kernels take heads of 8, 16, 24 ... 256, not {head_dim} (head_dim); only "
-            "--attention-backend reference does"
+            "the attention backend reference does"
         )
     return None
 

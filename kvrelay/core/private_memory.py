@@ -14,6 +14,6 @@ def map_private_memory(layout: KVLayout, num_blocks: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError, MemoryError) as error:
         raise ConfigurationError(
-            f"there is no memory for {num_blocks} KV blocks ({size / 2**30:.1f} GiB): {error}; lower --num-blocks or "
-            "--gpu-memory-utilization"
+            f"there is no memory for {num_blocks} KV blocks ({size / 2**30:.1f} GiB): {error}; lower num_blocks or "
+            "gpu_memory_utilization"
         ) from error

@@ -89,13 +89,13 @@ def choose_device(name: DeviceName, look: Callable[[], Machine], *, cpu_only: st
         return cpu, "as asked for"
     if cpu_only:
         if name == "cuda":
-            raise ConfigurationError(f"--device cuda: {cpu_only} is for CPUs; leave it out, or use --device cpu")
+            raise ConfigurationError(f"device cuda: {cpu_only} is for CPUs; leave it out, or use device cpu")
         return cpu, f"{cpu_only} is for CPUs"
     machine = look()
     if machine.problem is not None:
         problem, remedy = machine.problem
         if name == "cuda":
-            raise ConfigurationError(f"--device cuda: {problem}: {remedy}, or use --device cpu")
+            raise ConfigurationError(f"device cuda: {problem}: {remedy}, or use device cpu")
         return cpu, problem
     assert machine.gpu is not None
     return torch.device("cuda", 0), f"{machine.gpu.name}, {machine.gpu.total_bytes / 2**30:.0f} GiB"

@@ -9,7 +9,6 @@ import logging
 import torch
 from paged_kernels.kv_scales import FP8, KVScales
 
-from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.option_types import KVCacheDType
 from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales
@@ -23,10 +22,8 @@ def choose_kv_scales(loaded: LoadedModel, kv_cache_dtype: KVCacheDType, *, calcu
     """Returns the scales of an FP8 pool on the model's device, or None if the pool has the model's dtype.
 
     They are the checkpoint's scales if it has any, otherwise calculated ones with `calculate`, otherwise all 1. Raises
-    ModelLoadError for unusable scales, and ConfigurationError for `calculate` without FP8."""
+    ModelLoadError for unusable scales."""
     if kv_cache_dtype == "auto":
-        if calculate:
-            raise ConfigurationError("--calculate-kv-scales is for an FP8 KV cache: add --kv-cache-dtype fp8")
         return None
     scales = stored_kv_scales(loaded.checkpoint, loaded.config)
     if scales is not None:
@@ -37,7 +34,7 @@ def choose_kv_scales(loaded: LoadedModel, kv_cache_dtype: KVCacheDType, *, calcu
     else:
         _logger.warning(
             "FP8 KV cache with scales of 1: the checkpoint has none. K and V above 448 are cut off; "
-            "--calculate-kv-scales finds scales that fit the model"
+            "calculate_kv_scales finds scales that fit the model"
         )
         ones = torch.ones(loaded.config.num_layers, loaded.config.num_kv_heads)
         scales = KVScales(ones, ones)

@@ -34,6 +34,6 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device = _CPU
         return pool_over(memoryview(map_private_memory(layout, num_blocks)), layout, num_blocks)
     with out_of_memory_as_configuration_error(
         f"{device} has no room for {num_blocks} KV blocks ({num_blocks * layout.block_bytes / 2**30:.1f} GiB): end "
-        "what else uses the GPU, or lower --gpu-memory-utilization or --num-blocks"
+        "what else uses the GPU, or lower gpu_memory_utilization or num_blocks"
     ):
         return torch.zeros(num_blocks, *layout.block_shape, dtype=pool_dtype(layout), device=device)

@@ -65,17 +65,17 @@ def fit_length(options: EngineOptions, layout: KVLayout, num_blocks: int, *, mod
     wanted = options.max_model_len or model_limit
     if options.max_model_len > model_limit:
         raise ConfigurationError(
-            f"--max-model-len {options.max_model_len} is more than the model can do; lower it to {model_limit}"
+            f"max_model_len {options.max_model_len} is more than the model can do; lower it to {model_limit}"
         )
     fits = num_blocks * layout.block_size
     if fits < wanted and options.max_model_len:
         raise ConfigurationError(
             f"a sequence of {wanted} tokens needs {layout.num_blocks_for(wanted)} blocks, the pool has {num_blocks}; "
-            f"lower --max-model-len to {fits}, or raise --num-blocks or --gpu-memory-utilization"
+            f"lower max_model_len to {fits}, or raise num_blocks or gpu_memory_utilization"
         )
     if fits < wanted:
         _logger.warning("max_model_len is %d instead of the model's %d: the pool holds no more", fits, wanted)
     max_model_len = min(wanted, fits)
     if max_model_len < 2:
-        raise ConfigurationError(f"a pool of {num_blocks} blocks holds no sequence; raise --num-blocks")
+        raise ConfigurationError(f"a pool of {num_blocks} blocks holds no sequence; raise num_blocks")
     return PoolSize(num_blocks, max_model_len)

@@ -140,7 +140,7 @@ def prepare_engine(options: EngineOptions) -> PreparedEngine:
 
 def _prepare(options: EngineOptions) -> PreparedEngine:
     device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
-    _logger.info("device %s (--device %s): %s", device, options.device, reason)
+    _logger.info("device %s (asked for: %s): %s", device, options.device, reason)
     options = options.sized_for(device)
     attention = _attention(options, device, _head_dim(options, device))
     _logger.info("loading %s", options.model)
@@ -180,10 +180,10 @@ def _load(options: EngineOptions, device: torch.device, attention: AttentionBack
 
 
 def _cpu_only(options: EngineOptions) -> str:
-    """Returns the flag of a given option that works only on a CPU, or an empty string."""
+    """Returns the name and value of a given option that works only on a CPU, or an empty string."""
     if options.quantization != "none":
-        return f"--quantization {options.quantization}"
-    return "--attention-backend native" if options.attention_backend == "native" else ""
+        return f"quantization {options.quantization}"
+    return "attention_backend native" if options.attention_backend == "native" else ""
 
 
 def _head_dim(options: EngineOptions, device: torch.device) -> int | None:
@@ -197,7 +197,7 @@ def _attention(
     try:
         return select_backend(options.attention_backend, device, kv_scales=kv_scales, head_dim=head_dim)
     except BackendUnavailableError as error:
-        raise ConfigurationError(f"--attention-backend {options.attention_backend}: {error}") from error
+        raise ConfigurationError(f"attention_backend {options.attention_backend}: {error}") from error
 
 
 def _progress_logger() -> Callable[[int, int], None]:

@@ -52,7 +52,7 @@ def test_a_forked_process_has_a_pool_of_its_own() -> None:
 
 @pytest.mark.parametrize("num_blocks", [2**45, 2**70])
 def test_a_pool_that_does_not_fit_into_memory_is_a_configuration_error(num_blocks: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"no memory for {num_blocks} KV blocks .*lower --num-blocks"):
+    with pytest.raises(ConfigurationError, match=rf"no memory for {num_blocks} KV blocks .*lower num_blocks"):
         allocate_pool(LAYOUT, num_blocks)
 
 
@@ -61,5 +61,5 @@ def test_a_pool_that_does_not_fit_on_a_gpu_is_a_configuration_error(monkeypatch:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB\nand much more to say")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(ConfigurationError, match=r"no room for 3 KV blocks .*--gpu-memory-utilization.*1 TiB\)$"):
+    with pytest.raises(ConfigurationError, match=r"no room for 3 KV blocks .*gpu_memory_utilization.*1 TiB\)$"):
         allocate_pool(LAYOUT, 3, torch.device("meta"))

@@ -21,7 +21,7 @@ def test_a_gpu_gets_larger_steps(device: str, limits: tuple[int, int, int]) -> N
 
 
 def test_a_step_of_a_few_tokens_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--max-num-batched-tokens 15 is less than 16; raise it"):
+    with pytest.raises(ConfigurationError, match=r"^max_num_batched_tokens 15 is less than 16; raise it"):
         EngineOptions("m", max_num_batched_tokens=15).sized_for(torch.device("cpu"))
 
 
@@ -32,7 +32,7 @@ def test_a_step_can_compute_a_token_of_every_sequence(device: str) -> None:
     assert (few_tokens.max_num_seqs, few_tokens.max_num_batched_tokens) == (32, 32)
     many_seqs = EngineOptions("m", max_num_seqs=4096).sized_for(torch.device(device))
     assert (many_seqs.max_num_seqs, many_seqs.max_num_batched_tokens) == (4096, 4096)
-    with pytest.raises(ConfigurationError, match=r"--max-num-batched-tokens 32 is less than --max-num-seqs 33.*raise"):
+    with pytest.raises(ConfigurationError, match=r"^max_num_batched_tokens 32 is less than max_num_seqs 33.*raise"):
         EngineOptions("m", max_num_seqs=33, max_num_batched_tokens=32).sized_for(torch.device(device))
 
 

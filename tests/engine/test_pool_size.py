@@ -51,8 +51,10 @@ def test_a_container_has_no_more_memory_than_its_limit_leaves(tmp_path: Path) ->
 
 
 def test_an_explicit_length_that_does_not_fit_says_what_to_do() -> None:
-    with pytest.raises(ConfigurationError, match="lower --max-model-len to 160, or raise --num-blocks"):
-        size_pool(EngineOptions("m", max_model_len=200, num_blocks=10), LAYOUT, model_limit=4096, free_bytes=GIB)
+    with pytest.raises(ConfigurationError, match="lower max_model_len to 160, or raise num_blocks"):
+        size_pool(
+            EngineOptions("m", max_model_len=200), LAYOUT, model_limit=4096, free_bytes=2 * 10 * LAYOUT.block_bytes
+        )
     with pytest.raises(ConfigurationError, match="lower it to 4096"):
         size_pool(EngineOptions("m", max_model_len=5000), LAYOUT, model_limit=4096, free_bytes=GIB)
 

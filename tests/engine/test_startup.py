@@ -45,7 +45,7 @@ def test_heads_that_the_compiled_kernels_do_not_take_are_computed_by_torch(
 def test_compiled_kernels_that_were_asked_for_refuse_such_heads_before_the_weights_are_read(
     odd_heads: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO), pytest.raises(ConfigurationError, match=r"--attention-backend native: .* 20"):
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigurationError, match=r"^attention_backend native: .* 20"):
         LLM(str(odd_heads), threads=1, num_blocks=64, max_model_len=256, attention_backend="native")
     assert "loading" not in caplog.text
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay import LLM, ConfigurationError
 from kvrelay.engine.options import EngineOptions
+from tests.demo_model import DEMO_MODEL
 
 # What LLM leaves at its default, and why.
 NOT_OFFERED = {
@@ -47,6 +48,43 @@ NOT_OFFERED = {
 def test_a_value_that_an_option_cannot_have_is_refused(option: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{option}: .*{allowed}.*, got {value!r}$"):
         LLM("no-model-is-read", **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_num_batched_tokens": 15}, "max_num_batched_tokens 15 is less than 16; raise it"),
+        ({"max_num_seqs": 33, "max_num_batched_tokens": 32}, "tokens 32 is less than max_num_seqs 33, .*lower max_num"),
+        (
+            {"max_model_len": 65, "num_blocks": 4},
+            "max_model_len 65 is more than 4 blocks .* to 64, or raise num_blocks",
+        ),
+        ({"calculate_kv_scales": True}, "calculate_kv_scales is for an FP8 KV cache: set kv_cache_dtype to fp8"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_before_anything_is_read(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        LLM("no-model-is-read", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"device": "cuda", "quantization": "int8"},
+            "^device cuda: quantization int8 is for CPUs.*use device cpu$",
+        ),
+        (
+            {"num_blocks": 10**12, "device": "cpu"},
+            "no memory for 1000000000000 KV blocks .*lower num_blocks or gpu_",
+        ),
+    ],
+)
+def test_what_a_machine_cannot_do_is_said_with_the_keywords(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        LLM(DEMO_MODEL, **options)
 
 
 def test_arguments_are_the_options_of_an_engine_with_the_same_defaults() -> None:

@@ -64,8 +64,8 @@ def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: fl
         asked = f"{num_blocks} KV blocks need" if num_blocks else "one KV block needs"
         raise ConfigurationError(
             f"{asked} {wanted / _GIB:.2f} GiB and {max(0, pool_bytes) / _GIB:.2f} GiB are left ({summary}); end what "
-            "else uses the GPU, raise --gpu-memory-utilization, or lower --num-blocks, --max-num-batched-tokens or "
-            "--max-num-seqs"
+            "else uses the GPU, raise gpu_memory_utilization, or lower num_blocks, max_num_batched_tokens or "
+            "max_num_seqs"
         )
     _logger.info("%s: %.1f GiB are left for KV", summary, pool_bytes / _GIB)
     return num_blocks or pool_bytes // layout.block_bytes
@@ -169,6 +169,6 @@ def _run(runner: GpuRunner, plan: SchedulerOutput) -> None:
     if any(sampled.token_id == NO_TOKEN for result in results for sampled in result.sampled):
         raise ModelLoadError(
             f"a step of {plan.num_scheduled_tokens} tokens, run to measure its memory, gave logits that are not "
-            "finite: the checkpoint is damaged, its activations overflow its dtype (--dtype bfloat16 has the range of "
-            "float32), or a kernel is wrong on this GPU (--attention-backend reference avoids those of attention)"
+            "finite: the checkpoint is damaged, its activations overflow its dtype (bfloat16 has the range of "
+            "float32), or a kernel is wrong on this GPU (attention_backend reference avoids those of attention)"
         )

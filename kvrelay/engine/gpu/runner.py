@@ -82,7 +82,7 @@ class GpuRunner:
                 torch.cuda.current_stream(self._kv_pool.device).synchronize()
             raise GpuMemoryError(
                 f"the GPU has no memory for a step of {plan.num_scheduled_tokens} tokens; lower "
-                f"--gpu-memory-utilization or --max-num-batched-tokens ({error})"
+                f"gpu_memory_utilization or max_num_batched_tokens ({error})"
             ) from error
 
     def _launch(self, plan: SchedulerOutput) -> "GpuStep":

@@ -29,7 +29,7 @@ def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout)
     start = time.monotonic()
     with out_of_memory_as_configuration_error(
         f"after the weights, the GPU has no memory for a step of {options.max_num_batched_tokens} tokens: end what "
-        "else uses it, or lower --max-num-batched-tokens or --max-num-seqs"
+        "else uses it, or lower max_num_batched_tokens or max_num_seqs"
     ):
         profile = profile_memory(
             loaded.model,
@@ -51,8 +51,8 @@ def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max
     recorder = CudaGraphRecorder() if _records(options) else None
     sampler = GpuSampler(loaded.config.eos_token_ids)
     with out_of_memory_as_configuration_error(
-        "the GPU has no memory left for recorded steps: lower --gpu-memory-utilization or --max-num-seqs, or "
-        "record none with --enforce-eager"
+        "the GPU has no memory left for recorded steps: lower gpu_memory_utilization or max_num_seqs, or set "
+        "enforce_eager, which records none"
     ):
         runner = GpuRunner(loaded.model, sampler, kv_pool, _limits(options, max_model_len), recorder)
     if recorder is not None:

@@ -38,7 +38,7 @@ def test_a_pool_has_as_many_blocks_as_fit_or_as_were_asked_for(wanted: int, expe
     [(0, 0.2, "one KV block needs 0.00 GiB and 0.00 GiB are left"), (2**20, 0.5, "1048576 KV blocks need 32.00 GiB")],
 )
 def test_too_little_memory_is_refused_with_sizes_and_remedies(num_blocks: int, utilization: float, what: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{what}.*80.0 GiB GPU.*weights 16.0 GiB.*--gpu-memory-utilization"):
+    with pytest.raises(ConfigurationError, match=f"{what}.*80.0 GiB GPU.*weights 16.0 GiB.*gpu_memory_utilization"):
         blocks_that_fit(PROFILE, LAYOUT, utilization=utilization, num_blocks=num_blocks)
 
 

@@ -81,12 +81,12 @@ def test_no_room_for_the_weights_names_the_remedy(monkeypatch: pytest.MonkeyPatc
 
 def test_no_room_for_a_step_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "profile_memory", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
-    with pytest.raises(ConfigurationError, match=r"step of 64 tokens.*--max-num-batched-tokens.*2 GiB"):
+    with pytest.raises(ConfigurationError, match=r"step of 64 tokens.*max_num_batched_tokens.*2 GiB"):
         startup.size_gpu_pool(OPTIONS, LOADED, LAYOUT)
 
 
 def test_no_room_for_recorded_steps_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "GpuRunner", mock.Mock(side_effect=torch.OutOfMemoryError("1 GiB")))
     monkeypatch.setattr(startup, "CudaGraphRecorder", mock.Mock())
-    with pytest.raises(ConfigurationError, match=r"--gpu-memory-utilization.*--enforce-eager.*1 GiB"):
+    with pytest.raises(ConfigurationError, match=r"gpu_memory_utilization.*enforce_eager.*1 GiB"):
         startup.gpu_runner(OPTIONS, LOADED, torch.empty(0), 4096)

@@ -30,7 +30,7 @@ async def test_closing_leaves_no_task_and_no_socket() -> None:
 
 async def test_without_memory_for_the_pool_nothing_is_left() -> None:
     before = open_files()
-    with pytest.raises(ConfigurationError, match="lower --num-blocks"):
+    with pytest.raises(ConfigurationError, match="lower num_blocks"):
         node("large", num_blocks=1 << 40)
     assert open_files() == before
 
