@@ -34,6 +34,7 @@ from kvrelay.core.lifecycle import on_stdin_closed, say_ready
 from kvrelay.core.listening import check_port
 from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.option_types import MOST_THREADS
+from kvrelay.core.tokenizer_files import refuse_without_tokenizer
 from kvrelay.engine.loading.config_json import read_config
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
@@ -102,7 +103,9 @@ def serve(argv: Sequence[str]) -> int:
     try:  # before nodes start, which may take minutes
         check_port(settings.host, settings.port, flag="--port")
         check_port(settings.host, settings.grpc_port, flag="--grpc-port")
-        read_config(resolve_model_directory(settings.model) / "config.json")
+        directory = resolve_model_directory(settings.model)
+        read_config(directory / "config.json")
+        refuse_without_tokenizer(directory)
     except (ConfigurationError, ModelLoadError) as error:
         print(f"kvrelay serve: {error}", file=sys.stderr)
         return 1

@@ -19,7 +19,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         refuse_pointer(path, content)
         loaded = from_json(content)
     except FileNotFoundError as error:
-        raise ModelLoadError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from error
+        raise ModelLoadError(
+            f"{path.parent} has no {path.name}: it is not a Hugging Face model directory, or not all of one"
+        ) from error
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -17,6 +17,8 @@ def resolve_model_directory(model: str) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
         return _of_files(directory)
+    if directory.is_file():
+        raise ModelLoadError(f"{model} is a file: a model is a directory with config.json, tokenizer and safetensors")
     # Not above: it takes a third of a second, which whoever has a directory need not wait.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from tqdm import tqdm
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.model_directory import resolve_model_directory
 from kvrelay.core.model_limits import checked_sampling, room_for_output
 from kvrelay.core.option_types import (
     AttentionBackendName,
@@ -23,6 +24,7 @@ from kvrelay.core.option_types import (
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.token_ids import check_token_ids
 from kvrelay.engine.kv_pool import allocate_pool
+from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import prepare_engine
@@ -83,6 +85,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_mixed_tokens=max_num_mixed_tokens,
         )
+        load_model_config(resolve_model_directory(options.model))  # first: a folder of something else has no tokenizer
         self.tokenizer = Tokenizer.load(options.model)
         with host_by_default():
             prepared = prepare_engine(options)

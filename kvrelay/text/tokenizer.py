@@ -19,6 +19,7 @@ import tokenizers
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.core.json_object import read_json_object
 from kvrelay.core.model_directory import resolve_model_directory
+from kvrelay.core.tokenizer_files import refuse_without_tokenizer
 
 # Tokenising more characters, or rendering more messages, would keep an event loop waiting for too long.
 LONG_TEXT_CHARS = 8 * 1024
@@ -71,6 +72,7 @@ class Tokenizer:
         """Loads the tokenizer of a model, given as a Hugging Face directory or the name of a cached one, without
         downloading anything. Raises ModelLoadError."""
         directory = resolve_model_directory(model)
+        refuse_without_tokenizer(directory)
         without_file = f"{directory} has no tokenizer.json, and none can be made from what it has"
         tokenizer_class = _tokenizer_class(directory)
         try:

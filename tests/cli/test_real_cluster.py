@@ -67,6 +67,7 @@ def test_a_cluster_whose_weights_are_missing_says_why_it_ends(
     weightless = tmp_path / "model"
     weightless.mkdir()
     (weightless / "config.json").write_text('{"model_type": "llama"}')
+    (weightless / "tokenizer.json").write_text("{}")
     with pytest.raises(UnavailableError, match="ended before it was ready"), local_cluster(str(weightless)):
         pass
     errors = capfd.readouterr().err

@@ -276,6 +276,7 @@ def test_a_taken_port_is_named_before_any_process_starts(flag: str, capsys: pyte
         ('{"model_type": ', "config.json is not valid JSON"),
         ('{"architectures": ["GPT2LMHeadModel"]}', "['GPT2LMHeadModel'] is not supported; supported are Llama"),
         ('{"model_type": "gpt2"}', "model_type: 'gpt2' is not supported; supported are llama"),
+        ('{"model_type": "llama"}', "has no tokenizer.json, nor anything else that a tokenizer is made from"),
     ],
 )
 def test_a_model_that_no_node_could_run_is_named_before_any_process_starts(

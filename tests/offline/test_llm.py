@@ -214,6 +214,12 @@ def test_a_model_that_is_not_here_is_named() -> None:
         LLM("nobody/nothing")
 
 
+def test_a_folder_that_is_no_model_is_not_told_that_it_lacks_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"has no config\.json, but model-q4\.gguf: GGUF is not"):
+        LLM(tmp_path)
+
+
 def test_max_tokens_is_lowered_to_what_the_model_can_do(llm: LLM) -> None:
     sampling = replace(GREEDY, max_tokens=10**6, ignore_eos=True)
     [result] = llm.generate(some_token_ids(llm.max_model_len - 4, seed=5), sampling, progress=False)

@@ -118,8 +118,13 @@ async def test_a_long_chat_has_its_variables_too(tokenizer: Tokenizer) -> None:
 
 
 def test_a_directory_without_a_tokenizer_is_a_model_load_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"has no tokenizer\.json"):
+    with pytest.raises(ModelLoadError, match=r"has no tokenizer\.json, nor anything else that a tokenizer is made"):
         Tokenizer.load(str(tmp_path))
+    (tmp_path / "tokenizer.model").write_text("not SentencePiece's")
+    with pytest.raises(ModelLoadError, match=r"has no tokenizer\.json, and none can be made from what it has"):
+        Tokenizer.load(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.model is a file: a model is a directory with config\.json"):
+        Tokenizer.load(str(tmp_path / "tokenizer.model"))
     with pytest.raises(ModelLoadError, match="neither a directory nor a model in the local Hugging Face cache"):
         Tokenizer.load(str(tmp_path / "absent"))
     with pytest.raises(ModelLoadError, match="the model's name is empty"):

@@ -91,7 +91,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     index = directory / INDEX_FILE
     if not index.is_file():
         raise ModelLoadError(
-            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; other weight formats are not supported"
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}: fetch all of the model's files; other formats of "
+            "weights (.bin, GGUF) are not supported"
         )
     weight_map = _weight_map(index)
     checkpoint = Checkpoint(tuple(_open_file(directory / name) for name in sorted(set(weight_map.values()))))
@@ -132,7 +133,7 @@ def _open_file(path: Path) -> CheckpointFile:
             text = stream.read(header_length)
             header = _header(text)
     except FileNotFoundError as error:
-        raise ModelLoadError(f"the weights file {path} is missing") from error
+        raise ModelLoadError(f"the weights file {path} is missing: fetch all of the model's files") from error
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

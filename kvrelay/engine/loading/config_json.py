@@ -70,11 +70,20 @@ FAMILIES = tuple(_FAMILIES)
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOST_LAYERS = 2**12
 _DEFAULT_THETA = 10_000.0
+# Files of what people try to serve and kvrelay cannot, and what to do instead.
+_NO_MODELS = (
+    ("adapter_config.json", "a LoRA adapter is no model: merge it into its base model and take the result"),
+    ("*.gguf", "GGUF is not supported: take the model's directory with safetensors files"),
+)
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], str]:
     """Returns what a `config.json` holds, and the family of its model. Raises ModelLoadError if it cannot be read, or
     its model is of no family that is supported."""
+    if not path.exists():
+        for pattern, remedy in _NO_MODELS:
+            if found := sorted(path.parent.glob(pattern)):
+                raise ModelLoadError(f"{path.parent} has no config.json, but {found[0].name}: {remedy}")
     raw = read_json_object(path)
     architectures = raw.get("architectures")
     if architectures:

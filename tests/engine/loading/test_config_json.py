@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.loading.config_json import FAMILIES, complete_config
+from kvrelay.engine.loading.config_json import FAMILIES, complete_config, read_config
 
 READ = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -92,3 +92,13 @@ def test_every_field_equals_that_of_transformers(family: str, case: str, tmp_pat
 def test_what_can_not_be_read_is_refused_by_field(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         complete_config(raw, "qwen2", Path("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [("adapter_config.json", "merge it into its base model"), ("model-q4.gguf", "GGUF is not supported: take")],
+)
+def test_what_is_no_model_is_named_by_its_file(file: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ModelLoadError, match=f"^{tmp_path} has no config.json, but {file}: .*{says}"):
+        read_config(tmp_path / "config.json")
