@@ -49,7 +49,10 @@ class ServeSettings(NodeOptions, RouterOptions):
 
     model: CliPositionalArg[str] = Field(default="", description="Directory of the model, or its Hugging Face name.")
     prefill_nodes: int = Field(
-        default=1, ge=0, description="Number of prefill nodes; with 0, decode nodes do their own prefill."
+        default=1,
+        ge=0,
+        description="Number of prefill nodes; with 0, decode nodes do their own prefill, which on a CPU of two cores "
+        "gives about as many tokens per second, with one process and one KV pool less.",
     )
     decode_nodes: int = Field(default=1, ge=1, description="Number of decode nodes.")
     threads: int | Literal["auto"] = Field(default="auto", description="CPU threads per node; auto divides the cores.")
