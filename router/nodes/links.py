@@ -72,15 +72,17 @@ class Delivery:
 
     def settle(self, fetches: FetchReport, *, lacks_blocks: bool) -> None:
         """Takes note of what the decode node has fetched. `lacks_blocks`: not all that `source` should have sent."""
+        if self._is_over:
+            return
         origin = self._source.node_id if self._source.endpoint else _STORE
         if any(node_id == origin for node_id, _ in fetches.fetched):
-            if not self._is_over:
-                self._links.arrived(self._source)
-        elif lacks_blocks and self._attempt is not None and not self._is_over:
+            self._is_over = True
+            self._links.arrived(self._source)
+        elif lacks_blocks and self._attempt is not None:
+            self._is_over = True
             self._links.lost(self._source, self._name, self._attempt)
         else:
             self.close()
-        self._is_over = True
 
     def close(self) -> None:
         if not self._is_over and self._attempt is not None:
