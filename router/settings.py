@@ -36,13 +36,13 @@ class RouterOptions(ProcessSettings):
         default="prefix_aware",
         description="How nodes are picked for a request: prefix_aware by the blocks that they hold and by their load; "
         "least_loaded by load alone; round_robin in turn. With the last two, every prompt goes to a prefill node while "
-        "one lives.",
+        "one lives whose KV gets to the decode node.",
     )
     local_prefill_max_tokens: int = Field(
         default=64,
         ge=0,
         description="With policy prefix_aware, a decode node computes a prompt itself if it lacks at most this many of "
-        "its tokens, or if that costs less; 0: never while a prefill node lives.",
+        "its tokens, or if that costs less; 0: never while a prefill node lives whose KV gets to it.",
     )
     kv_index_capacity: int = Field(
         default=262_144, ge=1, description="Most KV blocks whose holders the router remembers (about 250 bytes each)."

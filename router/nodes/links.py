@@ -24,13 +24,13 @@ class Links:
         self._random = random
         self._breakers: dict[KVSource, CircuitBreaker] = {}  # of the links over which nothing came lately
 
-    @property
-    def num_broken(self) -> int:
-        """Counts the prefill nodes that are left alone, or tried again, since nothing came from them."""
-        return sum(breaker.is_open for breaker in self._breakers.values())
+    def failing(self) -> list[KVSource]:
+        """Returns the prefill nodes that are left alone or tried again, since nothing came from them. They may have
+        ended meanwhile."""
+        return [source for source, breaker in self._breakers.items() if breaker.is_open]
 
     def broken(self) -> list[KVSource]:
-        """Returns the prefill nodes from which no prompt is to be expected now."""
+        """Returns those of `failing` that are left alone now, or are being tried by a prompt already."""
         return [source for source, breaker in self._breakers.items() if not breaker.admits]
 
     def begin(self, source: KVSource, reader: str) -> "Delivery":
@@ -60,8 +60,8 @@ class Links:
 
 class Delivery:
     """A prompt's KV on its way from `source`. The owner calls `settle` when it knows what has arrived, and `close` in
-    any case; only the first call counts. `attempt` is None if the link is left alone by now, so that no news are bad
-    news."""
+    any case; only the first call counts. `attempt` is None if the link was left alone already, so that it says nothing
+    new if nothing comes."""
 
     def __init__(self, links: Links, source: KVSource, name: str, attempt: Attempt | None) -> None:
         self._links = links

@@ -60,11 +60,7 @@ class NodeMetrics(Collector):
                 if node.is_watched:
                     family.add_metric(labels, value(node.load))
             yield family
-        links = GaugeMetricFamily("kvrelay:node_links_broken", "Prefill nodes whose KV does not come.", labels=_LABELS)
-        for labels, node in nodes:
-            if node.is_watched and node.role is NodeRole.DECODE:
-                links.add_metric(labels, node.links.num_broken)
-        yield links
+        yield self._links(nodes)
         yield self._states(nodes)
         yield self._heartbeats(nodes)
         yield from _counters(nodes)
@@ -76,6 +72,15 @@ class NodeMetrics(Collector):
             found = self._registry.state_of(node)
             for state in NodeState:
                 family.add_metric((*labels, state.value), float(state is found))
+        return family
+
+    def _links(self, nodes: Sequence[_Labelled]) -> Metric:
+        text = "Prefill nodes whose KV does not get to the decode node."
+        family = GaugeMetricFamily("kvrelay:node_links_broken", text, labels=_LABELS)
+        known = {node.source for node in self._registry.prefill if node.is_watched}
+        for labels, node in nodes:
+            if node.is_watched and node.role is NodeRole.DECODE:
+                family.add_metric(labels, len(known.intersection(node.links.failing())))
         return family
 
     def _heartbeats(self, nodes: Sequence[_Labelled]) -> Metric:

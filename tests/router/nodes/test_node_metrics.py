@@ -1,6 +1,7 @@
 """What `/metrics` shows of nodes: their state, load and counters, as the router last heard of them."""
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
@@ -49,6 +50,10 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         for _ in range(3):
             assert value("node_links_broken", node="decode-0", role="decode") == 0
             decode.links.begin(prefill.source, "decode-0").settle(NOTHING_FETCHED, lacks_blocks=True)
+        assert value("node_links_broken", node="decode-0", role="decode") == 1
+        source = replace(prefill.source, epoch=2)
+        for _ in range(3):  # what has ended since is no link any more
+            decode.links.begin(source, "decode-0").settle(NOTHING_FETCHED, lacks_blocks=True)
         assert value("node_links_broken", node="decode-0", role="decode") == 1
         age = value("node_heartbeat_age_seconds")
         assert age is not None and age >= 0
