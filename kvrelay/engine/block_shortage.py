@@ -19,14 +19,14 @@ class BlockShortage:
     is evicted does not, even if its name comes again. When these together reach `enough`, its blocks have to be looked
     up again."""
 
-    sequence: Sequence
+    order: tuple[int, int, int]  # of the sequence, which is not kept if it is removed
     num_found: int
     enough: int
 
     def goes_on(self, sequence: Sequence, pool: BlockPool, *, num_kept: int) -> bool:
         """Tells whether it is certain that this sequence does not fit yet while `num_kept` blocks are kept for
         others."""
-        if sequence is not self.sequence:
+        if sequence.order != self.order:
             return False
         num_cacheable = sequence.num_cacheable_blocks
         while self.num_found < num_cacheable and pool.find(sequence.block_hash(self.num_found)) is not None:
@@ -44,4 +44,4 @@ def find_shortage(sequence: Sequence, pool: BlockPool, *, num_kept: int) -> Bloc
     pool.release(found)
     if num_lacking <= 0:
         return None
-    return BlockShortage(sequence, len(found), pool.num_given_back - num_kept + len(found) + num_lacking)
+    return BlockShortage(sequence.order, len(found), pool.num_given_back - num_kept + len(found) + num_lacking)

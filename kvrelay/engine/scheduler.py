@@ -93,8 +93,6 @@ class Scheduler:
             case SequenceState.FINISHED:
                 return
         sequence.state = SequenceState.FINISHED
-        if self._shortage is not None and self._shortage.sequence is sequence:
-            self._shortage = None
         self._free_blocks(sequence)
 
     def reserve(self) -> list[Sequence]:
