@@ -163,8 +163,9 @@ def test_a_request_that_waits_for_blocks_holds_none_of_those_it_has_found() -> N
     harness.engine.check_idle()
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
 def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_given_back(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
     """A lookup takes long for a long prompt, and those that decode beside it would wait for it at each step."""
     looked_up: list[int] = []
@@ -176,7 +177,7 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_give
 
     harness = Harness(num_blocks=24)
     long = prompt_of(128)
-    harness.engine.add(request("before", long, 1))
+    harness.engine.add(request("before", long if is_cached else prompt_of(128, 2), 1))
     harness.run()
     harness.engine.add(request("decoding", prompt_of(64, 1), 40))
     harness.step()
