@@ -205,6 +205,15 @@ def test_check_integrity_finds_what_is_broken() -> None:
     with pytest.raises(AssertionError, match="free block 0 has a name"):
         pool.check_integrity()
     pool = Pool(2)
+    pool._evictable[pool._free.pop()] = None
+    with pytest.raises(AssertionError, match="evictable block 0 has no name"):
+        pool.check_integrity()
+    pool = Pool(2)
+    take_named(pool, 1)
+    pool._index[name(1)] = 1
+    with pytest.raises(AssertionError, match="block 0 is not in the index"):
+        pool.check_integrity()
+    pool = Pool(2)
     take_named(pool, 1)
     pool._index[name(2)] = 0
     with pytest.raises(AssertionError, match="the index has 2 names"):
