@@ -44,6 +44,7 @@ class FakeRunner:
         self.pool: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.num_computed_tokens = 0
+        self.num_prompt_logprobs = 0
         self.largest_step = 0
         self._last_sampled: list[int] = []
 
@@ -78,6 +79,8 @@ class FakeRunner:
 
     def _sample(self, entry: ScheduledSequence) -> SequenceResult:
         context = self._read(entry)
+        if entry.prompt_logprobs is not None:
+            self.num_prompt_logprobs += len(entry.prompt_logprobs[1])
         for row in entry.rows:
             self._check_row(row, context)
         sampled = tuple(SampledToken(next_token(context, row.choice_index), None) for row in entry.rows)

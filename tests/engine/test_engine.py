@@ -258,6 +258,16 @@ def test_prompt_logprobs_cover_the_whole_prompt_despite_cache_and_chunks() -> No
     harness.engine.check_idle()
 
 
+def test_prompt_logprobs_that_were_reported_are_not_computed_again_after_preemption() -> None:
+    harness = Harness(num_blocks=10)
+    for i in range(4):
+        asked = request(str(i), prompt_of(9, i), 30)
+        harness.engine.add(replace(asked, sampling=replace(asked.sampling, prompt_logprobs=1)))
+    harness.run()
+    assert harness.engine.load().num_preemptions > 0
+    assert harness.runner.num_prompt_logprobs == 4 * 8
+
+
 def test_aborts_in_every_state_leave_nothing() -> None:
     harness = Harness(num_blocks=12, publish=True)
     harness.engine.add(request("receiving", prompt_of(30), role=KVRole.CONSUME))
