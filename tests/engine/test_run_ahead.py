@@ -125,11 +125,12 @@ def test_a_block_is_named_when_its_step_is_collected() -> None:
     ],
 )
 def test_sampling_that_reads_the_output_waits_for_it(sampling: SamplingParams) -> None:
-    harness = Harness(run_ahead=True)
-    harness.engine.add(replace(request("a", prompt_of(5)), sampling=sampling))
+    harness = Harness(run_ahead=True, max_num_batched_tokens=16)
+    prompt = prompt_of(40)
+    harness.engine.add(replace(request("a", prompt), sampling=sampling))
     harness.run()
-    assert harness.late.num_ahead == 0
-    assert harness.tokens["a", 0] == expected_output(prompt_of(5), 8)
+    assert harness.late.num_ahead == 2, "only chunks of its prompt"
+    assert harness.tokens["a", 0] == expected_output(prompt, 8)
 
 
 def test_who_asks_whether_the_engine_is_idle_waits_for_the_step_in_flight() -> None:
