@@ -31,6 +31,24 @@ def test_prefill_here_and_decode_there_recomputes_no_token(length: int, n: int) 
     decode.engine.check_idle()
 
 
+def test_a_decode_engine_waits_for_those_blocks_only_that_it_does_not_hold() -> None:
+    prefill, decode = Harness(publish=True), Harness()
+    prompt = prompt_of(40)
+    produce(prefill, "a", prompt)
+    decode.engine.add(request("before", prompt[:24], 1))
+    decode.run()
+    decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME))
+    decode.step()
+    admission = decode.admission("a")
+    assert (admission.num_cached_tokens, len(admission.missing)) == (24, 2)
+    move(prefill, decode, admission)
+    decode.engine.start("a", first_tokens(prefill, "a"))
+    decode.run()
+    assert decode.runner.num_computed_tokens == 24 + 7
+    assert decode.tokens["a", 0] == expected_output(prompt, 8)[1:]
+    decode.engine.check_idle()
+
+
 def test_an_output_that_ended_with_its_first_token_does_not_continue() -> None:
     prefill, decode = Harness(publish=True), Harness(publish=True)
     prompt = prompt_of(20)
