@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.core.weight_store import WeightStore
+from tests.demo_model import DEMO_MODEL
 from tests.e2e.client import grpc_request, router_at
 from tests.e2e.cluster import FREE_PORTS, SMALL, Oracle, link_model, served
 from tests.e2e.processes import (
@@ -110,6 +111,7 @@ def test_the_next_cluster_removes_what_a_killed_one_left(
 def weightless(directory: Path, **config: Any) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").symlink_to(DEMO_MODEL / "tokenizer.json")
     return directory
 
 
