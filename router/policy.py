@@ -68,9 +68,13 @@ class Candidates:
     def all(self) -> tuple[PrefillCandidate | DecodeCandidate, ...]:
         return (*self.prefill, *self.decode)
 
+    def reaches(self, source: str, reader: str) -> bool:
+        """Tells whether KV of the node `source` gets to the node `reader`, as far as is known."""
+        return (source, reader) not in self.broken
+
     def prefill_for(self, decode: DecodeCandidate) -> tuple[PrefillCandidate, ...]:
         """Returns the prefill nodes whose KV gets to `decode`."""
-        return tuple(node for node in self.prefill if (node.node_id, decode.node_id) not in self.broken)
+        return tuple(node for node in self.prefill if self.reaches(node.node_id, decode.node_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +315,7 @@ def _sources(
         SourceHint(node.node_id, min(node.num_held_blocks, num_full_blocks))
         for node in candidates.all
         if min(node.num_held_blocks, num_full_blocks) > computing.num_held_blocks
-        and (node.node_id, computing.node_id) not in candidates.broken
+        and candidates.reaches(node.node_id, computing.node_id)
     )
 
 
@@ -325,7 +329,7 @@ def _decode_sources(
         for node in candidates.all
         if node.num_held_blocks > decode.num_held_blocks
         and node.node_id != prefill.node_id
-        and (node.node_id, decode.node_id) not in candidates.broken
+        and candidates.reaches(node.node_id, decode.node_id)
     )
 
 

@@ -6,8 +6,9 @@ Invariant: no exchange takes longer than its deadline, and none begins while `se
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -26,9 +27,20 @@ class CircuitOpenError(Exception):
     """The server has failed too often lately, so no request was sent to it."""
 
 
+T = TypeVar("T")
+
 UNREACHABLE = (RedisError, OSError, TimeoutError, CircuitOpenError)
 # What redis-py raises for answers that its parser takes and it cannot use itself.
 _UNUSABLE = (ValueError, TypeError, LookupError, AttributeError)
+
+
+async def answer_of(command: Awaitable[T]) -> T:
+    """Returns the answer to a command. Raises InvalidResponse where one makes redis-py stumble: bytes that were damaged
+    on the way are no fault of ours, which would end the node."""
+    try:
+        return await command
+    except _UNUSABLE as error:
+        raise InvalidResponse(f"no answer of Redis ({type(error).__name__}: {error})") from error
 
 
 def described(error: Exception) -> str:
@@ -58,8 +70,7 @@ class RedisLink:
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
             async with asyncio.timeout(seconds):
-                with _damaged_answers_refused():
-                    yield self.client
+                yield self.client
         except UNREACHABLE as error:
             if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):
                 self.server.abandoned(attempt)
@@ -80,16 +91,6 @@ class RedisLink:
         self._closed = True
         async with asyncio.timeout(self._timeout):
             await self.client.aclose()
-
-
-@contextmanager
-def _damaged_answers_refused() -> Iterator[None]:
-    """Raises InvalidResponse where an answer makes redis-py stumble: bytes that were damaged on the way are no fault of
-    ours, which would end the node."""
-    try:
-        yield
-    except _UNUSABLE as error:
-        raise InvalidResponse(f"no answer of Redis ({type(error).__name__}: {error})") from error
 
 
 def _client(settings: RedisSettings) -> Redis:

@@ -21,7 +21,7 @@ from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
-from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, described
+from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, answer_of, described
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.breaker import Attempt
@@ -176,7 +176,7 @@ class RedisConnector:
         async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
-            answers: list[Any] = await pipe.execute(raise_on_error=False)
+            answers: list[Any] = await answer_of(pipe.execute(raise_on_error=False))
         if any(isinstance(answer, Exception) for answer in answers):
             attempt = self._link.writes.admit()
             if attempt is not None:
@@ -195,7 +195,7 @@ class RedisConnector:
                     if value is not None:
                         pipe.set(self._key(claim.block.block_hash), value, ex=self._settings.ttl_seconds)
                         offered += 1
-                answers = await pipe.execute(raise_on_error=False)
+                answers = await answer_of(pipe.execute(raise_on_error=False))
         finally:
             refused = self._note_writes(answers, attempt)
         stored = offered - refused
@@ -224,7 +224,7 @@ class RedisConnector:
         cancelled fetch writes nothing later."""
         deadline = self._clock.now() + timeout
         async with self._link.exchange(timeout) as client:
-            values: Any = await client.mget([self._key(block.block_hash) for block in blocks])
+            values: Any = await answer_of(client.mget([self._key(block.block_hash) for block in blocks]))
             if not isinstance(values, list) or len(values) != len(blocks):
                 raise InvalidResponse(f"no list of {len(blocks)} values")
         self._require_same(state)
@@ -241,7 +241,7 @@ class RedisConnector:
             return
         try:
             async with self._link.exchange(timeout) as client:
-                await client.unlink(*(self._key(block.block_hash) for block in damaged))
+                await answer_of(client.unlink(*(self._key(block.block_hash) for block in damaged)))
         except UNREACHABLE as error:
             _logger.warning("%d damaged values stay in Redis: %s", len(damaged), type(error).__name__)
 

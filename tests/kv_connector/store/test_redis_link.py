@@ -35,3 +35,14 @@ async def test_a_short_time_of_its_own_says_nothing_but_all_that_is_allowed_does
         for _ in range(3 if expected is TimeoutError else 1):
             with pytest.raises(expected):
                 await exchange(link, TimeoutError(), timeout)
+
+
+@pytest.mark.parametrize("fault", [ValueError("ours"), TypeError("ours"), KeyError("ours"), AttributeError("ours")])
+async def test_a_fault_of_ours_during_an_exchange_is_not_taken_for_one_of_redis(fault: Exception) -> None:
+    """Unlike those that redis-py raises for an answer (`answer_of`)."""
+    link = RedisLink(RedisSettings(), ManualClock())
+    for _ in range(4):
+        with pytest.raises(type(fault), match="ours"):
+            await exchange(link, fault)
+    await exchange(link)
+    await link.close()
