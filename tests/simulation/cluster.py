@@ -6,7 +6,8 @@ even its clean-up. The others see of it what they would see of a dead process.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -103,6 +104,7 @@ class Cluster:
     _transports: Transports = field(init=False)
     _maker: NodeMaker = field(init=False)
     _servers: dict[str, Server] = field(default_factory=dict)
+    _broken_links: Counter[frozenset[str]] = field(default_factory=Counter)
     _num_starts: int = 0
 
     def __post_init__(self) -> None:
@@ -110,7 +112,7 @@ class Cluster:
         self.copy = DamagingCopy(Random(self.random.getrandbits(64)), probability=self.config.damage)
         self.store = Store(Random(self.random.getrandbits(64)), self.faults.delay)
         self._transports = Transports(
-            self.store, self.faults, self.copy, VirtualClock(), self._is_silent, self.config.store_ttl
+            self.store, self.faults, self.copy, VirtualClock(), self._is_silent, self._is_apart, self.config.store_ttl
         )
         self._maker = NodeMaker(self.network, self.faults, self.random, self.config.longest_step, self._engine_crashed)
 
@@ -161,6 +163,13 @@ class Cluster:
         process.pause()
         self.network.paused(process)
         self.loop.call_later(seconds, self._resume, process, context=self.network.context)
+
+    def break_link(self, ends: tuple[str, str], seconds: float) -> None:
+        """Lets two nodes not read each other's pools for a while. Everything else goes on."""
+        self.trace(f"{' and '.join(ends)} do not reach each other for {seconds} s")
+        link = frozenset(ends)
+        self._broken_links[link] += 1
+        self.loop.call_later(seconds, self._broken_links.subtract, [link], context=self.network.context)
 
     async def stop_node(self, address: str, *, drain_seconds: float) -> None:
         """Stops a node as `NodeServer` does on SIGTERM."""
@@ -223,7 +232,7 @@ class Cluster:
             config,
             address,
             process,
-            partial(self._transports.connect, connectors, host),
+            partial(self._transports.connect, connectors, host, address),
             core_table=host if self.config.lends_cores else "",
             node_id=address if self.random.random() < 0.5 else f"{address}.{self._num_starts}",
             is_prefill=role == "prefill",
@@ -236,9 +245,19 @@ class Cluster:
         """Tells whether the node with this endpoint is stopped or cut off, and answers no peer."""
         return any(
             running.process.is_paused or self.network.is_cut_off(running.address)
-            for running in self.nodes.values()
-            if endpoint in (connector.endpoint for connector in running.transport.memory)
+            for running in self._nodes_with(endpoint)
         )
+
+    def _is_apart(self, address: str, endpoint: str) -> bool:
+        """Tells whether the node at an address does not reach the one with this endpoint."""
+        return any(
+            self._broken_links[frozenset((address, running.address))] > 0 for running in self._nodes_with(endpoint)
+        )
+
+    def _nodes_with(self, endpoint: str) -> Iterator[RunningNode]:
+        for running in self.nodes.values():
+            if endpoint in (connector.endpoint for connector in running.transport.memory):
+                yield running
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

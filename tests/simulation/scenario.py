@@ -32,6 +32,7 @@ class Disaster(Enum):
     DRAIN = "drain"  # as on SIGTERM; then start it again
     PARTITION = "partition"
     CUT = "cut"  # its connections are reset
+    LINK = "link"  # it and another node do not read each other's KV
     PAUSE_ROUTER = "pause_router"
     KILL_ROUTER = "kill_router"  # its clients with it
     STORE_DOWN = "store_down"
@@ -51,11 +52,13 @@ STORE_DISASTERS = {
 @dataclass(frozen=True, slots=True)
 class Strike:
     """A disaster at a time. `at` counts from when the routers know every node; `address` is that of a node, or a
-    router's name; `seconds` is how long the disaster lasts or the node is down. Times are in seconds."""
+    router's name, `other` that of the node at the other end of a link; `seconds` is how long the disaster lasts or the
+    node is down. Times are in seconds."""
 
     at: float
     disaster: Disaster
     address: str = ""
+    other: str = ""
     seconds: float = 1.0
     drain_seconds: float = 3.0
 
@@ -203,6 +206,8 @@ class _Run:
                 cluster.network.partition(address, strike.seconds)
             case Disaster.CUT:
                 cluster.network.cut(address)
+            case Disaster.LINK:
+                cluster.break_link((address, strike.other), strike.seconds)
             case Disaster.PAUSE_ROUTER:
                 cluster.pause(cluster.routers[address].process, strike.seconds)
             case Disaster.KILL_ROUTER:

@@ -5,6 +5,7 @@ Invariant: the same seed gives the same run, event by event.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 from kvrelay.core.sampling_params import SamplingParams
@@ -30,7 +31,9 @@ def run_seed(seed: int, *, traced: bool = False) -> Outcome:
         random, damage=rates.damage, run_ahead=seed % 2 == 1, node_wait=1.0 if seed % 4 == 0 else LONG_WAIT
     )
     plans = _draw_plans(random, config)
-    strikes = () if rates == CALM else _draw_strikes(random, config)
+    strikes: tuple[Strike, ...] = ()
+    if rates != CALM:
+        strikes = (*_draw_strikes(random, config), *_draw_broken_links(Random(f"links of {seed}"), config))
     longest_delay = random.choice((0.001, 0.005, 0.05))
     faults = SeededFaults(Random(random.getrandbits(64)), rates, longest_delay=longest_delay)
     return run_scenario(Scenario(config, plans, strikes), faults, random, traced=traced)
@@ -169,11 +172,29 @@ def _draw_tokens(random: Random, count: int) -> tuple[int, ...]:
 def _draw_strikes(random: Random, config: ClusterConfig) -> tuple[Strike, ...]:
     disasters: list[Disaster] = [Disaster.KILL, *Disaster]
     disasters.remove(Disaster.KILL_ROUTER)
+    disasters.remove(Disaster.LINK)
     if STORE not in config.connectors:
         disasters = [one for one in disasters if one not in STORE_DISASTERS]
     if random.random() < 0.1:
         disasters += [Disaster.KILL_ROUTER] * len(disasters)
     return tuple(_draw_strike(random, disasters, config) for _ in range(random.randrange(0, 6)))
+
+
+def _draw_broken_links(random: Random, config: ClusterConfig) -> tuple[Strike, ...]:
+    """Draws which pairs of nodes do not reach each other: in one run of four, some or all."""
+    probability = random.choice((0.0, 0.0, 0.0, random.choice((0.3, 1.0))))
+    pairs = combinations((*config.prefill_addresses, *config.decode_addresses), 2)
+    return tuple(
+        Strike(
+            at=random.uniform(0.0, _ARRIVAL_SECONDS / 2),
+            disaster=Disaster.LINK,
+            address=address,
+            other=other,
+            seconds=random.choice((0.3, 3.0, 20.0)),
+        )
+        for address, other in pairs
+        if random.random() < probability
+    )
 
 
 def _draw_strike(random: Random, disasters: Sequence[Disaster], config: ClusterConfig) -> Strike:

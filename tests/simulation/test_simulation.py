@@ -24,6 +24,7 @@ from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.node import engine_request
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
+from router.nodes.links import Links
 from router.relay.attempt import Attempt
 from router.relay.charge import Charge
 from router.relay.decode_client import DecodeSession
@@ -51,7 +52,7 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
     assert counts["complete"] > counts["requests"] / 2
     happened = (
         *("migrations", "damaged", "faults", "left", "refused", "overloaded", "KVRelayError"),
-        *("kill", "drain", "pause", "partition", "cut", "pause_router", "kill_router"),
+        *("kill", "drain", "pause", "partition", "cut", "link", "pause_router", "kill_router"),
         *("store_down", "store_hangs", "store_full", "store_evicts"),
     )
     assert counts["run_ahead"] == NUM_SEEDS / 2
@@ -124,6 +125,10 @@ def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any
         del tokens[1:2]
 
 
+def _never_ends_a_trial(links: Links, source: Any, attempt: Any) -> None:
+    """Leaves a link that was tried to a prompt of which nothing will be heard."""
+
+
 def _hears_of_no_node(supervisor: RequestSupervisor) -> None:
     """Lets requests wait on although a node is live."""
 
@@ -151,6 +156,7 @@ PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (EngineSequence, "block_hashes", _names_other_tokens_alike, "output 0 is"),
     (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
     (RequestSupervisor, "on_decode_node_live", _hears_of_no_node, "no decode node came"),
+    (Links, "abandoned", _never_ends_a_trial, "trials of links"),
     (PrefillClient, "release", _forgets_to_release, "leases"),
     (LeaseTable, "sweep", _never_expires, "leases left"),
     (Receiver, "discard", _keeps_blocks_pinned, "are still held"),

@@ -1,7 +1,8 @@
 """How the nodes of a cluster exchange blocks: through the memory of their host, over the network, or through a store.
 
 The tiers and the connector of the store are the real ones. The `in_process` connector stands for those that read the
-pool of a peer, under their names. Invariant: over the network nothing comes from a peer that is stopped or cut off.
+pool of a peer, under their names. Invariant: over the network nothing comes from a peer that is stopped or cut off, and
+over a link that is broken nothing comes either way.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector
 from kv_connector.faulty import ConnectorFaults, DamagingCopy, FaultyConnector
@@ -44,26 +46,28 @@ class NodeTransport:
 
 @dataclass(slots=True)
 class Transports:
-    """The hosts, the network and the store of a cluster. `is_silent` tells whether nothing comes from the node with an
-    endpoint now."""
+    """The hosts, the network and the store of a cluster. `is_silent` tells whether the node with an endpoint answers
+    no peer now, `is_apart` whether the node at an address does not reach it, though others may."""
 
     store: Store
     faults: ConnectorFaults
     copy: DamagingCopy
     clock: Clock
     is_silent: Callable[[str], bool]
+    is_apart: Callable[[str, str], bool]
     store_ttl: int
     _hubs: dict[str, InProcessHub] = field(default_factory=lambda: defaultdict(InProcessHub))
 
-    def connect(self, names: Sequence[str], host: str, prefill_rate: PrefillRate) -> NodeTransport:
-        """Makes the connector of a node on a host, not allocated yet. `names`: of the tiers, in the order of asking."""
+    def connect(self, names: Sequence[str], host: str, address: str, prefill_rate: PrefillRate) -> NodeTransport:
+        """Makes the connector of the node at an address on a host, not allocated yet. `names`: of the tiers, in the
+        order of asking."""
         parts: list[FaultyConnector] = []
         memory: list[InProcessConnector] = []
         for name in names:
             if name == STORE:
                 parts.append(FaultyConnector(self.store.connector(self.clock, ttl_seconds=self.store_ttl), self.faults))
                 continue
-            reader = self._reader(name, host)
+            reader = self._reader(name, host, address)
             memory.append(reader)
             parts.append(FaultyConnector(reader, self.faults))
         tiers = TieredConnector(
@@ -74,17 +78,37 @@ class Transports:
         )
         return NodeTransport(tiers, tuple(parts), tuple(memory))
 
-    def _reader(self, name: str, host: str) -> InProcessConnector:
+    def _reader(self, name: str, host: str, address: str) -> InProcessConnector:
+        is_apart = partial(self.is_apart, address)
+        reader: InProcessConnector
         if name == SAME_HOST:
-            reader = InProcessConnector(self._hubs[host], clock=self.clock, copy=self.copy)
+            reader = _OnHost(self._hubs[host], is_apart, self.clock, self.copy)
         else:
-            reader = _OverNetwork(self._hubs[ANY_HOST], self.is_silent, self.clock, self.copy)
+            reader = _OverNetwork(
+                self._hubs[ANY_HOST],
+                lambda endpoint: self.is_silent(endpoint) or is_apart(endpoint),
+                self.clock,
+                self.copy,
+            )
         reader.name = name
         return reader
 
 
+class _OnHost(InProcessConnector):
+    """A connector that reads the pools of its host that it finds (containers may have a /dev/shm each)."""
+
+    def __init__(self, hub: InProcessHub, is_absent: Callable[[str], bool], clock: Clock, copy: DamagingCopy) -> None:
+        super().__init__(hub, clock=clock, copy=copy)
+        self._is_absent = is_absent
+
+    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
+        if source is not None and self._is_absent(source.endpoint):
+            return (FetchOutcome.FAILED,) * len(blocks)
+        return await super().fetch(source, blocks, timeout=timeout)
+
+
 class _OverNetwork(InProcessConnector):
-    """A connector that reads the pools of any host, as long as their processes answer."""
+    """A connector that reads the pools of any host, as long as something comes from there."""
 
     def __init__(self, hub: InProcessHub, is_silent: Callable[[str], bool], clock: Clock, copy: DamagingCopy) -> None:
         super().__init__(hub, clock=clock, copy=copy)
