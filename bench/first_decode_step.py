@@ -25,6 +25,7 @@ from typing import cast
 import grpc
 
 from bench.arguments import positive
+from bench.python_speed import python_speed
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options += ["--local-prefill-max-tokens", "0"]
     # Tokens of short steps would travel together, and leave no gaps to measure.
     options += ["--stream-interval", "0", "--log-level", "warning"]
+    print(python_speed(), flush=True)
     try:
         with local_cluster(str(Path(arguments.model)), options) as address:
             asyncio.run(_measure(address.grpc, address.model, arguments))

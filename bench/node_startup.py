@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.arguments import positive
 from bench.child import child
+from bench.python_speed import python_speed
 from kvrelay.core.errors import KVRelayError
 
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     node = ["-m", "kvrelay", "decode", arguments.model, "--port", "0", "--supervised", "--log-level", "warning"]
     if arguments.threads is not None:
         node += ["--threads", str(arguments.threads)]
+    print(python_speed(), flush=True)
     try:
         starts = [start_seconds(node, arguments.timeout) for _ in range(arguments.warmup + arguments.runs)]
     except KVRelayError as error:

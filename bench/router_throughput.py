@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from bench.arguments import positive
 from bench.child import child
 from bench.proc_stat import processor_seconds
+from bench.python_speed import python_speed
 from bench.whole_run import whole_run
 from kvrelay.bench.settings import LatencyBenchSettings, ThroughputBenchSettings
 from kvrelay.core.errors import KVRelayError, UnavailableError
@@ -195,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = Path(options.model) / "tokenizer.json"
     if not tokenizer.is_file():
         parser.error(f"there is no {tokenizer}: give the directory of a model")
+    print(python_speed(), flush=True)
     try:
         measure_router(options, Tokenizer.from_file(str(tokenizer)).get_vocab_size())
     except KVRelayError as error:

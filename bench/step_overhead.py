@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from bench.arguments import positive
+from bench.python_speed import python_speed
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.cpu.runner import CpuRunner
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len, arguments.temperature))
     except KVRelayError as error:
         sys.exit(f"bench.step_overhead: {error}")
+    print(python_speed())
     print(_table(found))
     if arguments.json_file is not None:
         arguments.json_file.write_text(json.dumps([asdict(one) for one in found], indent=2))

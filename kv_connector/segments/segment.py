@@ -274,10 +274,12 @@ def _reserve(fd: int, path: Path, preamble: Preamble) -> None:
             return
         except OSError as error:
             if error.errno != errno.ENOSPC:
-                raise ConfigurationError(f"cannot reserve {needed} bytes in {path.parent}: {error.strerror}") from error
+                raise ConfigurationError(
+                    f"cannot reserve {needed / 2**30:.2f} GiB in {path.parent}: {error.strerror}"
+                ) from error
     raise ConfigurationError(
-        f"the KV pool of {preamble.num_blocks} blocks needs {needed} bytes of shared memory, "
-        f"but {path.parent} has {free} free: "
+        f"the KV pool of {preamble.num_blocks} blocks needs {needed / 2**30:.2f} GiB of shared memory, "
+        f"but {path.parent} has {free / 2**30:.2f} GiB free: "
         "use fewer blocks (--num-blocks), give the file system more space (docker: --shm-size), "
         "or set another directory (--shared-memory-dir)"
     )

@@ -82,7 +82,10 @@ class Tokenizer:
                 read_json_object(file)  # names the file if it is the one that is damaged
             if not (directory / "tokenizer.json").is_file():
                 raise ModelLoadError(without_file) from error
-            raise ModelLoadError(f"no tokenizer can be loaded from {directory}: {error}") from error
+            raise ModelLoadError(
+                f"no tokenizer can be loaded from {directory}: {type(error).__name__}: {error}; fetch the model's "
+                "files again, or load them with a version of transformers that knows them"
+            ) from error
         if not loaded.is_fast:
             raise ModelLoadError(without_file)
         return cls(loaded)

@@ -74,7 +74,7 @@ def test_decode_step(capsys: Capture) -> None:
 def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "steps.json"
     step_overhead.main([tiny, "--batch", "1", "3", "--steps", "2", "--prompt-len", "8", "--json-file", str(path)])
-    check(capsys.readouterr().out, "| model | batch | schedule ms |", "| tiny | 1 |", "| tiny | 3 |")
+    check(capsys.readouterr().out, "Python here and now: ", "| model | batch | schedule ms |", "| tiny | 1 |", "| tiny | 3 |")
     for row in json.loads(path.read_text()):
         assert all(row[part] > 0 for part in ("schedule", "inputs", "forward", "sampling", "results"))
 
@@ -104,7 +104,7 @@ def test_prefill_step(quantization: str, tiny: str, capsys: Capture) -> None:
 
 def test_first_decode_step(tiny: str, capsys: Capture) -> None:
     first_decode_step.main([tiny, "--prompt-len", "40", "--requests", "1", "--output-len", "64"])
-    check(capsys.readouterr().out, "40 prompt tokens: hand-over ", "first gap ")
+    check(capsys.readouterr().out, "Python here and now: ", "40 prompt tokens: hand-over ", "first gap ")
 
 
 def test_connectors() -> None:
@@ -129,6 +129,7 @@ def test_router_throughput(capsys: Capture) -> None:
     for protocol in ("http", "grpc"):
         check(shown, f"{protocol}, 2 streams: ", f"{protocol}, prompt of 1,000 tokens: TTFT p50 ")
     assert shown.count("the router adds ") == 2
+    check(shown, "Python here and now: ")
 
 
 def test_serve_vs_generate(tmp_path: Path, capsys: Capture) -> None:

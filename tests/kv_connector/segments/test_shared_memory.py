@@ -301,7 +301,7 @@ async def test_the_segment_is_private_and_has_its_space(tmp_path: Path) -> None:
 async def test_too_large_a_pool_names_the_remedies(tmp_path: Path) -> None:
     connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)))
     huge = KVLayout(num_kv_heads=64, num_layers=64, block_size=64, head_dim=256, dtype="float32")
-    with pytest.raises(ConfigurationError, match=r"needs \d+ bytes .* has \d+ free.*fewer blocks.*--shm-size"):
+    with pytest.raises(ConfigurationError, match=r"needs [\d.]+ GiB .* has [\d.]+ GiB free.*fewer blocks.*--shm-size"):
         connector.allocate(huge, 1 << 20, node_id="huge", epoch=1)
     with pytest.raises(ConfigurationError, match="not a directory"):
         node(tmp_path / "absent")
