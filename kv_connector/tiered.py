@@ -142,7 +142,7 @@ class TieredConnector(Generic[TierT_co]):
 
     def _route(self, source: KVSource | None) -> list[tuple[TierT_co, KVSource | None]]:
         """Returns the tiers to ask, each with its own endpoint of the source. A fetch with a source asks no store."""
-        if source is None or not source.endpoint:
+        if source is None or source.is_store_only:
             return [(tier, source) for tier in self.tiers if tier.has_store]
         try:
             found = parse_endpoints(source.endpoint)

@@ -135,9 +135,9 @@ class Ladder:
         yield self._store
 
     def _offer(self, offers: dict[KVSource, _Offer], source: KVSource) -> _Offer:
-        """Returns the offer of a source, new or known. A source without an endpoint has published to the store only. A
-        holder that also announces stays one offer, so that it is not tried again if it could not be reached."""
-        if not source.endpoint:
+        """Returns the offer of a source, new or known. A holder that also announces stays one offer, so that it
+        is not tried again if it could not be reached."""
+        if source.is_store_only:
             return self._store
         known = self._announced.get(source) or self._holders.pop(source, None) or _Offer(source)
         return offers.setdefault(source, known)

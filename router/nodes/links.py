@@ -74,7 +74,7 @@ class Delivery:
         """Takes note of what the decode node has fetched. `lacks_blocks`: not all that `source` should have sent."""
         if self._is_over:
             return
-        origin = self._source.node_id if self._source.endpoint else _STORE
+        origin = _STORE if self._source.is_store_only else self._source.node_id
         if any(node_id == origin for node_id, _ in fetches.fetched):
             self._is_over = True
             self._links.arrived(self._source)

@@ -304,8 +304,8 @@ class Attempt:
                 reader=self._decode.node,
                 num_missing_tokens=num_missing_tokens,
             )
-            if placement is not None and not (self._prefill.source.endpoint or placement.source.endpoint):
-                placement = None  # both publish to the store alone, from which D has just got nothing
+            if placement is not None and self._prefill.source.is_store_only and placement.source.is_store_only:
+                placement = None  # from the store D has just got nothing
         self._log_missing(num_missing_tokens, placement)
         if placement is None:
             self._session.pull_no_more()
