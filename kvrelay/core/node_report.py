@@ -14,6 +14,8 @@ from kvrelay.core.kv_source import KVSource
 # for nodes that did not say it yet.
 PROTOCOL = 1
 
+STORE = ""  # in the place of a node's id: blocks came from the store that all nodes share
+
 
 class NodeRole(Enum):
     PREFILL = "prefill"
@@ -87,7 +89,7 @@ class NodeStats:
 @dataclass(frozen=True, slots=True)
 class FetchReport:
     """What a node fetched for one request: `num_tokens` tokens, in leading blocks that came from the nodes in `fetched`
-    (node id, or "" for the store that all nodes share; number of blocks).
+    (node id, or `STORE`; number of blocks).
 
     The other counts are of blocks that a source was asked for in vain: it did not have them (missing), they did not
     verify (refused), it could not be reached in time (failed).

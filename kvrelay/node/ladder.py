@@ -13,11 +13,10 @@ from itertools import islice
 
 from kv_connector.base import FetchOutcome
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.node_report import FetchReport
+from kvrelay.core.node_report import STORE, FetchReport
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones are still fetched
 _MOST_REFUSED = 3  # blocks that failed verification, after which a source is not trusted any more
-_STORE = ""
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ class Ladder:
         offer = next(offer for offer in self._offers() if offer.source == ask.source)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
             if outcome is FetchOutcome.FETCHED:
-                self._origins[index] = _STORE if ask.source is None else ask.source.node_id
+                self._origins[index] = STORE if ask.source is None else ask.source.node_id
                 continue
             offer.fail(index, outcome)
             if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or there is none

@@ -10,10 +10,9 @@ from random import Random
 from kvrelay.core.breaker import Attempt, CircuitBreaker
 from kvrelay.core.clock import Clock
 from kvrelay.core.kv_source import KVSource
-from kvrelay.core.node_report import FetchReport
+from kvrelay.core.node_report import STORE, FetchReport
 
 _CAPACITY = 256  # links that fail, of which the oldest gives way
-_STORE = ""  # where blocks come from, in a report, whose prefill node publishes to the store alone
 
 
 class Links:
@@ -74,7 +73,7 @@ class Delivery:
         """Takes note of what the decode node has fetched. `lacks_blocks`: not all that `source` should have sent."""
         if self._is_over:
             return
-        origin = _STORE if self._source.is_store_only else self._source.node_id
+        origin = STORE if self._source.is_store_only else self._source.node_id
         if any(node_id == origin for node_id, _ in fetches.fetched):
             self._is_over = True
             self._links.arrived(self._source)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.node_report import FetchReport, NodeRole
+from kvrelay.core.node_report import STORE, FetchReport, NodeRole
 from router.relay.recovery_metrics import MigrationCause, RecomputationCause, RecoveryMetrics, Rung
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
 
@@ -133,7 +133,7 @@ class Tally:
     def _came_from(self, reader: NodeRole, fetches: FetchReport, rungs: Mapping[str, Rung]) -> None:
         """Counts fetched blocks by rung. A node without an entry in `rungs` is on the rung `holder`."""
         for node_id, num_blocks in fetches.fetched:
-            rung: Rung = rungs.get(node_id, "holder") if node_id else "store"
+            rung: Rung = "store" if node_id == STORE else rungs.get(node_id, "holder")
             self._rungs[rung] += num_blocks
             self._metrics.came_from(reader, rung, num_blocks=num_blocks)
         self._metrics.asked_in_vain(reader, "missing", num_blocks=fetches.num_missing)
