@@ -34,7 +34,7 @@ _CONNECTOR_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("fetch_seconds", "kv_fetch_seconds", "Time spent fetching; fetches at a time count each."),
     ("missing", "kv_blocks_missing", "KV blocks that the source did not hold: the misses."),
     ("failed", "kv_blocks_failed", "KV blocks that could not be moved, in either direction."),
-    ("skipped", "kv_blocks_skipped", "Of the failed ones, those for which a failing store was not asked."),
+    ("skipped", "kv_blocks_skipped", "Of the failed ones, those for which a failing store or holder was not asked."),
     ("lost_unstored", "kv_blocks_lost_unstored", "KV blocks that lost their content before they were stored."),
     ("not_worth", "kv_blocks_not_worth_fetching", "KV blocks that were computed because that is faster."),
     ("quarantined", "kv_blocks_quarantined", "Destinations kept past a fetch's deadline until nothing wrote to them."),
