@@ -39,11 +39,12 @@ def layer_stack(
     final_norm: Tensor,
     eps: float,
     scale: float,
-    head_counts: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
     head_dim: int,
 ) -> "LayerStack | None":
     """Returns the stack, or None unless the model computes in bfloat16 on a CPU, all its linear layers can be stacked,
-    the kernels were compiled, and `backend` uses them. `head_counts` are the numbers of query, key and value heads."""
+    the kernels were compiled, and `backend` uses them."""
     if load_extension() is None or final_norm.dtype is not torch.bfloat16 or final_norm.device.type != "cpu":
         return None
     from paged_kernels.cpu.layer_stack import LayerStack  # needs the extension
@@ -58,8 +59,8 @@ def layer_stack(
         final_norm=final_norm,
         eps=eps,
         scale=scale,
-        num_heads=head_counts[0],
-        num_kv_heads=head_counts[-1],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         kv_scales=backend.kv_scales,
     )

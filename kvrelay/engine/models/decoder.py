@@ -265,7 +265,8 @@ class DecoderForCausalLM:
             final_norm=self.norm,
             eps=self.config.rms_norm_eps,
             scale=attention.scale,
-            head_counts=attention.head_counts,
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
             head_dim=attention.head_dim,
         )
 
