@@ -5,14 +5,14 @@ finite float32 values above zero, for all layers or for none.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from paged_kernels.kv_scales import KVScales
 from torch import Tensor
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.engine.loading.checkpoint import Checkpoint
+from kvrelay.engine.loading.checkpoint import Checkpoint, StoredTensor
 from kvrelay.engine.loading.checkpoint_reader import read_tensor
 from kvrelay.engine.models.model_config import ModelConfig
 
@@ -33,18 +33,18 @@ def is_kv_scale(name: str) -> bool:
 def stored_kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> KVScales | None:
     """Returns the checkpoint's scales, on the CPU, or None if it has none. Raises ModelLoadError, which names the
     tensor."""
-    if not any(map(is_kv_scale, checkpoint.tensors())):
+    tensors = checkpoint.tensors()
+    if not any(map(is_kv_scale, tensors)):
         return None
     layers = range(config.num_layers)
-    key = torch.stack([_of_heads(checkpoint, layer, _KEY_NAMES, config.num_kv_heads) for layer in layers])
-    value = torch.stack([_of_heads(checkpoint, layer, _VALUE_NAMES, config.num_kv_heads) for layer in layers])
+    key = torch.stack([_of_heads(tensors, layer, _KEY_NAMES, config.num_kv_heads) for layer in layers])
+    value = torch.stack([_of_heads(tensors, layer, _VALUE_NAMES, config.num_kv_heads) for layer in layers])
     return KVScales(key, value)
 
 
-def _of_heads(checkpoint: Checkpoint, layer: int, endings: Sequence[str], num_kv_heads: int) -> Tensor:
+def _of_heads(tensors: Mapping[str, StoredTensor], layer: int, endings: Sequence[str], num_kv_heads: int) -> Tensor:
     """Returns the scales of a layer's heads, `[num_kv_heads]` float32. Raises ModelLoadError."""
     names = [f"model.layers.{layer}.self_attn.{ending}" for ending in endings]
-    tensors = checkpoint.tensors()
     name = next((name for name in names if name in tensors), None)
     if name is None:
         raise ModelLoadError(f"tensor {names[0]} is missing, though other layers have scales for an FP8 KV cache")
