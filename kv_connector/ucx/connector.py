@@ -49,7 +49,7 @@ class _Open:
     leaving: set["asyncio.Task[None]"] = field(default_factory=set)  # peers that are being closed
 
     def peer(self, source: KVSource, key: bytes, stats: ConnectorStats) -> Peer:
-        _forget_deserted(self)
+        self._forget_deserted()
         peer = self.peers.get(source.endpoint)
         if peer is None:
             peer = self.peers[source.endpoint] = Peer(source.endpoint, self.transport, self.shared.pool, key, stats)
@@ -60,6 +60,17 @@ class _Open:
         while len(self.breakers) > _MOST_BREAKERS:
             del self.breakers[next(iter(self.breakers))]
         return breaker
+
+    def _forget_deserted(self) -> None:
+        """Closes, in the background, the peers to which no connection is left: a holder that restarts has another port.
+        No fetch waits for that, since UCX may keep a buffer for long."""
+        in_use = {fetch.peer for fetch in self.fetches}
+        for endpoint, peer in list(self.peers.items()):
+            if peer not in in_use and peer.is_deserted:
+                del self.peers[endpoint]
+                task = asyncio.get_running_loop().create_task(peer.close(), name="kv peer that is gone")
+                self.leaving.add(task)
+                task.add_done_callback(self.leaving.discard)
 
 
 class UcxConnector:
@@ -178,18 +189,6 @@ class UcxConnector:
         if self._state is None:
             raise KVError("the UCX connector is not allocated, or closed")
         return self._state
-
-
-def _forget_deserted(state: _Open) -> None:
-    """Closes, in the background, the peers to which no connection is left: a holder that restarts has another port. No
-    fetch waits for that, since UCX may keep a buffer for long."""
-    in_use = {fetch.peer for fetch in state.fetches}
-    for endpoint, peer in list(state.peers.items()):
-        if peer not in in_use and peer.is_deserted:
-            del state.peers[endpoint]
-            task = asyncio.get_running_loop().create_task(peer.close(), name="kv peer that is gone")
-            state.leaving.add(task)
-            task.add_done_callback(state.leaving.discard)
 
 
 class _Fetch:
