@@ -184,10 +184,5 @@ def _ids(values: Sequence[int]) -> NDArray[np.intp]:
 
 def _headers(slots: NDArray[np.void], ids: NDArray[np.intp]) -> list[bytes]:
     """Returns the encoded headers."""
-    return _as_bytes(slots["header"][ids])
-
-
-def _as_bytes(array: NDArray[np.uint8]) -> list[bytes]:
-    """Returns each row of `[num_rows, row_bytes]`."""
-    data, size = array.tobytes(), array.shape[1]
-    return [data[start : start + size] for start in range(0, len(data), size)]
+    data = slots["header"][ids].tobytes()
+    return [data[start : start + HEADER_BYTES] for start in range(0, len(data), HEADER_BYTES)]
