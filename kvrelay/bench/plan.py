@@ -54,9 +54,7 @@ def plans_of(settings: BenchSettings) -> list[Plan]:
 def plan_warmup(settings: BenchSettings) -> Plan:
     """Returns requests like the measured ones, to be sent one by one, that share no prefix with them."""
     requests = random_requests(settings.warmup, *_lengths(settings), seed=settings.seed)
-    return Plan(
-        arriving(_renamed(requests, "warm-up"), gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1
-    )
+    return _one_by_one(_renamed(requests, "warm-up"))
 
 
 def _plan_serve(settings: ServeBenchSettings) -> Plan:
@@ -81,6 +79,10 @@ def _plan_serve(settings: ServeBenchSettings) -> Plan:
 
 def _plan_latency(settings: BenchSettings) -> Plan:
     requests = random_requests(settings.requests, *_lengths(settings), seed=settings.seed)
+    return _one_by_one(requests)
+
+
+def _one_by_one(requests: Sequence[RequestSpec]) -> Plan:
     return Plan(arriving(requests, gamma_arrivals(float("inf"), seed=0)), len(requests), max_concurrency=1)
 
 
