@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -102,6 +102,18 @@ def _cross_origin(allowed: Sequence[str]) -> list[Middleware]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The prompts of one call, as `clients`, and the form of the answer. Outputs follow the `echoed` prompts, or are
+    left out with `only_echoes`."""
+
+    clients: Sequence[ClientRequest]
+    shape: Format
+    id_prefix: str
+    echoed: Sequence[TextPrompt | TokenPrompt] = ()
+    only_echoes: bool = False
+
+
 class _Gateway:
     def __init__(self, edge: Edge, version: str, max_body_bytes: int) -> None:
         self._edge = edge
@@ -132,9 +144,14 @@ class _Gateway:
             )
             for prompt in prompts
         ]
-        shape = CompletionFormat(self._edge.tokenizer)
-        echoed = prompts if body.echo else ()
-        return await self._respond(request, body, clients, shape, "cmpl", echoed=echoed, only_echoes=body.only_echoes)
+        call = _Call(
+            clients,
+            CompletionFormat(self._edge.tokenizer),
+            id_prefix="cmpl",
+            echoed=prompts if body.echo else (),
+            only_echoes=body.only_echoes,
+        )
+        return await self._respond(request, body, call)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
@@ -150,7 +167,8 @@ class _Gateway:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
         )
-        return await self._respond(request, body, [client], ChatFormat(self._edge.tokenizer), "chatcmpl")
+        call = _Call([client], ChatFormat(self._edge.tokenizer), id_prefix="chatcmpl")
+        return await self._respond(request, body, call)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, TokenizeBody)
@@ -196,49 +214,31 @@ class _Gateway:
         with self._edge.counting_errors():
             return form.parse(data)
 
-    async def _respond(
-        self,
-        request: Request,
-        body: GenerationBody,
-        clients: Sequence[ClientRequest],
-        shape: Format,
-        kind: str,
-        *,
-        echoed: Sequence[TextPrompt | TokenPrompt] = (),
-        only_echoes: bool = False,
-    ) -> Response:
-        """Answers with the outputs of all prompts of a call, which follow the `echoed` prompts. If the client leaves,
-        the work for it ends, even while its prompts are tokenised."""
-        begin = partial(self._begin, request, clients, shape, kind, echoed=echoed, only_echoes=only_echoes)
+    async def _respond(self, request: Request, body: GenerationBody, call: _Call) -> Response:
+        """Answers with the outputs of all prompts of a call. If the client leaves, the work for it ends, even while its
+        prompts are tokenised."""
+        begin = partial(self._begin, request, call)
         if body.stream:
             usage, continuous = body.include_usage, body.continuous_usage
             return EventStream(_streamed(begin, include_usage=usage, continuous_usage=continuous))
         whole = await until_disconnect(request.receive, _whole(begin))
         return Response(whole, media_type="application/json")
 
-    async def _begin(
-        self,
-        request: Request,
-        clients: Sequence[ClientRequest],
-        shape: Format,
-        kind: str,
-        *,
-        echoed: Sequence[TextPrompt | TokenPrompt],
-        only_echoes: bool,
-    ) -> HttpGeneration:
+    async def _begin(self, request: Request, call: _Call) -> HttpGeneration:
         """Admits all prompts of a call, before any of them runs."""
-        response_id = f"{kind}-{request.scope[_REQUEST_ID]}"
-        ids = [response_id] if len(clients) == 1 else [f"{response_id}-{i}" for i in range(len(clients))]
-        routed = await self._edge.admit(dict(zip(ids, clients, strict=True)))
+        response_id = f"{call.id_prefix}-{request.scope[_REQUEST_ID]}"
+        num_clients = len(call.clients)
+        ids = [response_id] if num_clients == 1 else [f"{response_id}-{i}" for i in range(num_clients)]
+        routed = await self._edge.admit(dict(zip(ids, call.clients, strict=True)))
         with self._edge.counting_errors():
             check_prompt_logprobs(
                 routed,
-                num_copies=routed[0].sampling.n if shape.prompt_logprobs_in_choices else 1,
-                field="logprobs" if echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",
+                num_copies=routed[0].sampling.n if call.shape.prompt_logprobs_in_choices else 1,
+                field="logprobs" if call.echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",
             )
-            repeated = await echoes(self._edge.tokenizer, echoed, num_copies=routed[0].sampling.n)
+            repeated = await echoes(self._edge.tokenizer, call.echoed, num_copies=routed[0].sampling.n)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
-        return HttpGeneration(self._edge, routed, shape, envelope, echoes=repeated, only_echoes=only_echoes)
+        return HttpGeneration(self._edge, routed, call.shape, envelope, echoes=repeated, only_echoes=call.only_echoes)
 
     def _model_card(self) -> Json:
         return {
