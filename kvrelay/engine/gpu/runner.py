@@ -28,6 +28,7 @@ from kvrelay.engine.step_inputs import Array, StepInputs, flatten
 
 # The room for a row's sampling parameters in the memory that recorded steps read. What penalties and biases need beyond
 # that may use what block tables narrower than the widest leave. Only a step that still does not fit is not replayed.
+# There is room for one row more than there are, since each of about 16 arrays takes at least 16 bytes.
 _SAMPLING_BYTES = 128
 
 
@@ -188,7 +189,7 @@ class GpuRunner:
         largest = max(one.num_bytes for one in packed.values())
         num_rows = self._limits.max_num_seqs
         self._tables = self._tables.new_zeros(num_rows, self._table_width)
-        self._inputs = self._empty(largest + self._tables.nbytes + num_rows * _SAMPLING_BYTES + _SAMPLING_BYTES)
+        self._inputs = self._empty(largest + self._tables.nbytes + (num_rows + 1) * _SAMPLING_BYTES)
 
         def step_of(shape: StepShape) -> Step:
             packed[shape].to(self._inputs)
