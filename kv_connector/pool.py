@@ -64,16 +64,20 @@ class LocalPool:
 
     def describe(self, block: NamedBlock, epoch: int) -> BlockHeader:
         """Returns the header of a block with its present content, all of which it reads."""
-        return self.geometry.header(block, epoch, payload_digest(self.rows[block.block_id].data))
+        return self.geometry.header(block, epoch, self.digest(block.block_id))
+
+    def digest(self, block_id: int) -> bytes:
+        """Returns the digest of a block's present content, all of which it reads."""
+        return payload_digest(self.rows[block_id].data)
 
     def payload(self, block_id: int) -> object:
         return self.rows[block_id]
 
     def digest_on_arrival(self, block_id: int) -> bytes | None:
-        return payload_digest(self.rows[block_id].data)
+        return self.digest(block_id)
 
     async def digests(self, block_ids: Sequence[int]) -> list[bytes]:
-        return [payload_digest(self.rows[block_id].data) for block_id in block_ids]
+        return [self.digest(block_id) for block_id in block_ids]
 
     async def describe_all(self, blocks: Sequence[NamedBlock], epoch: int) -> list[BlockHeader]:
         return [self.describe(block, epoch) for block in blocks]

@@ -16,7 +16,7 @@ import numpy as np
 from redis.exceptions import AuthenticationError, InvalidResponse
 
 from kv_connector.base import AccessDeniedError, FetchOutcome, FetchOutcomes, PoolBuffer
-from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, payload_digest
+from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch
 from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
@@ -273,4 +273,4 @@ def _accept(pool: LocalPool, block: NamedBlock, value: object) -> Verdict:
     if payload.size != pool.block_bytes:
         return Mismatch.LENGTH
     np.copyto(pool.rows[block.block_id], payload)
-    return header.verify_payload(payload_digest(pool.rows[block.block_id].data)) or FetchOutcome.FETCHED
+    return header.verify_payload(pool.digest(block.block_id)) or FetchOutcome.FETCHED
