@@ -104,11 +104,12 @@ class TieredConnector(Generic[TierT_co]):
                 errors.append(failure)
         if len(errors) == len(self.tiers):
             raise errors[0]
+        name = "publishing through every tier"
         for error in errors:
             message = "%d blocks are published through some tiers only: %s"
-            self._outages.failed("publishing through every tier", message, len(blocks), error)
+            self._outages.failed(name, message, len(blocks), error)
         if not errors:
-            self._outages.succeeded("publishing through every tier")
+            self._outages.succeeded(name)
 
     def retract(self, block_ids: Sequence[int]) -> None:
         for tier in self.tiers:
@@ -167,13 +168,14 @@ class TieredConnector(Generic[TierT_co]):
         if gate is not None and not gate.opens(sum(block.num_tokens for block in blocks), num_bytes):
             tier.all_stats()[tier.name].not_worth += len(blocks)
             return [FetchOutcome.MISSING] * len(blocks)
+        name = f"fetching through {tier.name}"
         started = self._clock.now()
         try:
             outcomes = await tier.fetch(source, blocks, timeout=timeout)
         except KVError as error:
-            self._outages.failed(f"fetching through {tier.name}", "fetching through %s failed: %s", tier.name, error)
+            self._outages.failed(name, "fetching through %s failed: %s", tier.name, error)
             return [FetchOutcome.FAILED] * len(blocks)
-        self._outages.succeeded(f"fetching through {tier.name}")
+        self._outages.succeeded(name)
         if gate is not None:
             fetched = outcomes.count(FetchOutcome.FETCHED)
             gate.observe(fetched * self._block_bytes, self._clock.now() - started)

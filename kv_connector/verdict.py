@@ -44,10 +44,11 @@ class Verdicts:
         stats.failed += outcomes.count(FetchOutcome.FAILED)
         refused = Counter(found for found in self.found if isinstance(found, Mismatch))
         origin = "the store" if source is None else f"node {source.node_id}"
+        name = f"verifying blocks from {origin}"
         for mismatch, count in refused.items():
             stats.refused[mismatch] += count
             message = "refused %d of %d blocks from %s: %s differs"
-            outages.failed(f"verifying blocks from {origin}", message, count, len(outcomes), origin, mismatch.value)
+            outages.failed(name, message, count, len(outcomes), origin, mismatch.value)
         if fetched and not refused:
-            outages.succeeded(f"verifying blocks from {origin}")
+            outages.succeeded(name)
         return outcomes
