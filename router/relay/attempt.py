@@ -296,16 +296,7 @@ class Attempt:
         assert self._session is not None
         if self._refill is not None and not self._refill.over:
             return  # the refill's announcements are the answer
-        placement = None
-        if self._refill is None and self._prefill is not None:
-            placement = self._place_refill(
-                self._node_request,
-                self._prefill.source,
-                reader=self._decode.node,
-                num_missing_tokens=num_missing_tokens,
-            )
-            if placement is not None and self._prefill.source.is_store_only and placement.source.is_store_only:
-                placement = None  # from the store D has just got nothing
+        placement = self._refill_placement(num_missing_tokens)
         self._log_missing(num_missing_tokens, placement)
         if placement is None:
             self._session.pull_no_more()
@@ -315,6 +306,17 @@ class Attempt:
         wire_id = f"{self._wire_id}.refill"
         self._refill = Refill(self._node_request, wire_id, placement, self._session, delivery, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
+
+    def _refill_placement(self, num_missing_tokens: int) -> PrefillPlacement | None:
+        """Returns the attempt's only refill, or None if there was one already or no other node would help."""
+        if self._refill is not None or self._prefill is None:
+            return None
+        placement = self._place_refill(
+            self._node_request, self._prefill.source, reader=self._decode.node, num_missing_tokens=num_missing_tokens
+        )
+        if placement is not None and self._prefill.source.is_store_only and placement.source.is_store_only:
+            return None  # from the store D has just got nothing
+        return placement
 
     def _log_missing(self, num_tokens: int, refill: PrefillPlacement | None) -> None:
         """Logs that KV does not get to D, once: while a store or a network fails, it is so for every request."""
