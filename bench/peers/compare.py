@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from bench.peers.base import Engine, PeerError, Server
 from bench.peers.processes import PeakMemory, await_rest
@@ -17,6 +18,8 @@ from bench.peers.workloads import Figure, figures_of, settings_of
 from kvrelay.bench.measure import measure
 
 _REST_SECONDS = 30.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ class Findings:
             check_work(entry, others)
 
 
+def order_of_round(ours: T, peer: T, number: int) -> tuple[T, T]:
+    """Returns both engines in the order in which a round takes them: ours begins every second round."""
+    return (ours, peer) if number % 2 == 0 else (peer, ours)
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Two servers. `directory_of` maps each engine to its own directory."""
@@ -71,7 +79,7 @@ class Comparison:
         or the engines do different work; UnavailableError when an engine does not answer; KeyboardInterrupt after
         Ctrl-C."""
         for number in range(rounds):
-            for engine in self._turns(number):
+            for engine in order_of_round(self.ours, self.peer, number):
                 self._run_afresh(engine, number, seed + number, findings)
 
     def run_together(self, rounds: int, seed: int, findings: Findings) -> None:
@@ -84,12 +92,9 @@ class Comparison:
             }
             for number in range(rounds):
                 for workload in self.workloads:
-                    for engine in self._turns(number):
+                    for engine in order_of_round(self.ours, self.peer, number):
                         await_rest(_REST_SECONDS)
                         self._measure(engine, servers[engine.name], workload, number, seed + number, findings)
-
-    def _turns(self, number: int) -> tuple[Engine, Engine]:
-        return (self.ours, self.peer) if number % 2 == 0 else (self.peer, self.ours)
 
     def _run_afresh(self, engine: Engine, number: int, seed: int, findings: Findings) -> None:
         with PeakMemory() as memory, engine.serve(self.directory_of(engine), self.model) as server:

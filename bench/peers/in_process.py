@@ -15,7 +15,7 @@ from typing import Protocol
 
 from bench.load_prompts import prompts_of
 from bench.peers.base import PeerError, Server, Setup
-from bench.peers.compare import Findings, Measurement
+from bench.peers.compare import Findings, Measurement, order_of_round
 from bench.peers.processes import PeakMemory, tail
 from bench.peers.work import Work
 from bench.peers.workloads import Figure, settings_of
@@ -75,8 +75,7 @@ class InProcessComparison:
         """Raises PeerError when a worker fails or makes fewer tokens than asked for."""
         for number in range(rounds):
             prompts = self._all_prompts(seed + number)
-            engines = (self.ours, self.peer) if number % 2 == 0 else (self.peer, self.ours)
-            for engine in engines:
+            for engine in order_of_round(self.ours, self.peer, number):
                 self._measure(engine, prompts, number, findings)
 
     def _all_prompts(self, seed: int) -> Prompts:
