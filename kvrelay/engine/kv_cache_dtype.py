@@ -12,7 +12,7 @@ from paged_kernels.kv_scales import FP8, KVScales
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.option_types import KVCacheDType
 from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales
-from kvrelay.engine.loading.loader import LoadedModel
+from kvrelay.engine.loading.loader import LoadedModel, dtype_name
 from kvrelay.engine.loading.stored_kv_scales import stored_kv_scales
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def kv_layout(loaded: LoadedModel, block_size: int, kv_scales: KVScales | None) 
         num_layers=loaded.config.num_layers,
         block_size=block_size,
         head_dim=loaded.config.head_dim,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         scales_digest="" if kv_scales is None else scales_digest(kv_scales),
     )
 

@@ -153,7 +153,7 @@ def _log_prequantized(model: DecoderForCausalLM, prequantized: PrequantizedTenso
         prequantized.quantization,
         sum(layer.num_bytes for layer in model.linear_layers()) / 1e6,
         form,
-        _dtype_name(model.dtype),
+        dtype_name(model.dtype),
     )
 
 
@@ -169,7 +169,7 @@ def fingerprint(config: ModelConfig, weights: WeightFormat, digests: Sequence[by
     content: dict[str, Any] = {
         "version": FINGERPRINT_VERSION,
         "config": fields,
-        "dtype": _dtype_name(weights.dtype),
+        "dtype": dtype_name(weights.dtype),
         "weights": [digest.hex() for digest in digests],
     }
     if weights.bits is not None:
@@ -207,7 +207,7 @@ def _compute_dtype(name: DTypeName, config: ModelConfig, checkpoint: Checkpoint,
     """
     if name != "auto":
         return _DTYPES[name]
-    stored = config.dtype or _dtype_name(_stored_dtype(checkpoint))
+    stored = config.dtype or dtype_name(_stored_dtype(checkpoint))
     if stored not in _DTYPES:
         raise ModelLoadError(f"config.json: dtype: {stored!r} is not supported; supported are {', '.join(_DTYPES)}")
     if stored == "float16" and device.type == "cpu":
@@ -295,5 +295,6 @@ def _names(checkpoint: Checkpoint) -> str:
     return str(paths[0]) if len(paths) == 1 else f"all {len(paths)} weights files of {paths[0].parent}"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name that configurations, fingerprints and layouts have for a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
