@@ -152,7 +152,7 @@ def _scores(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def _draw_of(row: SamplingRow) -> Draw:
     seed = row.params.seed
-    assert seed is not None, "the router draws a seed for every request that has none"
+    assert seed is not None, "whoever hands in a request that has no seed draws one"
     return Draw(seed, row.choice_index, row.position)
 
 
