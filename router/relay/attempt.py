@@ -118,6 +118,7 @@ class Attempt:
         self.unfinished = set(node_request.choices)
         self.prefill_node: str | None = None  # the id of the node that sampled the first new tokens
         self.decode_node = placement.decode.source.node_id
+        self._outage = f"moving KV to {self.decode_node}"
         self._node_request = node_request
         self._wire_id = wire_id
         self._decode = placement.decode
@@ -322,7 +323,7 @@ class Attempt:
         """Logs that KV does not get to D, once: while a store or a network fails, it is so for every request."""
         again_at = self.decode_node if refill is None else refill.source.node_id
         self._decode.node.outages.failed(
-            f"moving KV to {self.decode_node}",
+            self._outage,
             "request %s: the KV of %d tokens did not get to %s, and is computed again by %s",
             self._wire_id, num_tokens, self.decode_node, again_at,
         )  # fmt: skip
@@ -334,14 +335,14 @@ class Attempt:
             fetches=ready.fetches,
             rungs=self._rungs(),
         )
-        has_all = self._refill is None and ready.num_recomputed_tokens == 0 and bool(ready.fetches.fetched)
-        if has_all:
-            self._decode.node.outages.succeeded(f"moving KV to {self.decode_node}")
+        recomputes = ready.num_recomputed_tokens > 0
+        lacked_blocks = self._refill is not None or recomputes  # of those that P should have sent
+        if not lacked_blocks and ready.fetches.fetched:
+            self._decode.node.outages.succeeded(self._outage)
         if self._delivery is not None:
-            lacks_blocks = self._refill is not None or ready.num_recomputed_tokens > 0
-            self._delivery.settle(ready.fetches, lacks_blocks=lacks_blocks)
+            self._delivery.settle(ready.fetches, lacks_blocks=lacked_blocks)
         if self._refill is not None:
-            self._refill.enough(ready.fetches, lacks_blocks=ready.num_recomputed_tokens > 0)
+            self._refill.enough(ready.fetches, lacks_blocks=recomputes)
         if self._has_first_tokens:  # until then the prefill still needs its blocks
             assert self._prefilling is not None
             self._prefilling.release()
