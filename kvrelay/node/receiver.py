@@ -154,28 +154,27 @@ class Receiver:
         """Fetches and returns one outcome per block of `ask`. Blocks that a holder was recently found not to have are
         not requested from it again, unless it has announced them itself."""
         source = ask.source
-        outcomes = [FetchOutcome.MISSING] * len(ask.indices)
+        outcomes = dict.fromkeys(ask.indices, FetchOutcome.MISSING)
         absences = self._context.absences
-        positions = [
-            position
-            for position, index in enumerate(ask.indices)
+        requested = [
+            index
+            for index in ask.indices
             if source is None or not (ask.is_guess and absences.has(source, self._missing[index].block_hash))
         ]
-        if not positions:
-            return outcomes
-        wanted = [self._missing[ask.indices[position]] for position in positions]
+        if not requested:
+            return tuple(outcomes.values())
+        wanted = [self._missing[index] for index in requested]
         try:
             found = await self._context.connector.fetch(source, wanted, timeout=self._timeout(ask))
             self._note(ask, found)
         except KVError as error:
             found = (FetchOutcome.FAILED,) * len(wanted)
             self._note(ask, found, str(error))
-        for position, outcome in zip(positions, found, strict=True):
-            outcomes[position] = outcome
+        outcomes.update(zip(requested, found, strict=True))
         if source is not None:
             arrived = zip(wanted, found, strict=True)
             absences.note(source, [block.block_hash for block, why in arrived if why is FetchOutcome.MISSING])
-        return outcomes
+        return tuple(outcomes.values())
 
     def _note(self, ask: Ask, found: Sequence[FetchOutcome], error: str = "") -> None:
         """Logs that blocks of `ask` did not arrive, unless nobody has said that they are there. While a link is broken,
