@@ -262,10 +262,10 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
-        text_of(self.content)
-        for name in ("tool_calls", "function_call", "audio"):
+        for name in ("tool_calls", "function_call", "audio"):  # first: with one of them, the content is null
             if (self.model_extra or {}).get(name):
                 raise ValueError(f"{name} is not supported here")
+        text_of(self.content)
         return self
 
     @property

@@ -85,6 +85,13 @@ def test_what_would_change_an_answer_is_not_ignored(field: str, value: object, h
         assert refused.value.field == field
 
 
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
+def test_a_message_without_content_is_refused_for_what_it_has_instead(name: str) -> None:
+    message = {"role": "assistant", "content": None, name: [{"id": "1"}]}
+    with pytest.raises(InvalidRequestError, match=rf"^messages\[1\]: {name} is not supported"):
+        ChatBody.parse(json.dumps({"messages": [MESSAGE, message]}).encode())
+
+
 def test_what_frameworks_send_and_changes_no_answer_is_ignored() -> None:
     message: dict[str, object] = {**MESSAGE, "name": "ann", "refusal": None, "tool_calls": None, "annotations": []}
     fields = {
