@@ -16,6 +16,7 @@ from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.model_limits import room_for_output
 from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.text.message_content import text_of
+from router.edge.unsupported_fields import UNSUPPORTED_FIELDS
 from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, Role, TextPrompt
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     # Fields that are supported for these values only.
-    refused: ClassVar[dict[str, tuple[object, ...]]] = {}
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     model: str | None = None
 
@@ -78,57 +79,8 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """The fields that completions and chat have in common."""
 
-    # Unless a subclass has them. All are refused in completions and in chat, so that nobody believes in a field that
-    # belongs to the other.
-    refused: ClassVar[dict[str, tuple[object, ...]]] = {
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "structured_outputs": (),
-        "use_beam_search": (False,),
-        "truncate_prompt_tokens": (),
-        "response_format": ({"type": "text"},),
-        "echo": (False,),
-        "store": (False,),
-        "suffix": ("",),
-        "length_penalty": (1, 1.0),
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "documents": ([],),
-        "mm_processor_kwargs": (),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
-        "prompt_embeds": (),
-        "logits_processors": ([],),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "return_prompt_text": (False,),
-        "logprob_token_ids": (),
-        "reasoning_effort": (),
-        "thinking_token_budget": (-1,),
-        "verbosity": ("medium",),
-        "moderation": (),
-        "repetition_detection": (),
-        "watermarking": (False,),
-        "vllm_xargs": ({},),
-        "messages": (),
-        "max_completion_tokens": (),
-        "top_logprobs": (0,),
-        "add_generation_prompt": (True,),
-        "prompt": (),
-        "best_of": (1,),
-        "add_special_tokens": (False,),
-    }
+    # Unless a subclass has them: nobody shall believe in a field of chat in completions, or the other way round.
+    refused = UNSUPPORTED_FIELDS
 
     max_tokens: int | None = None
     n: int | None = None
@@ -305,9 +257,12 @@ class TokenizeBody(Body):
     """A text, or the messages of a chat, whose tokens are wanted, as vLLM's `/tokenize` takes them."""
 
     # Nothing that would change a chat's prompt may be ignored.
-    refused: ClassVar[dict[str, tuple[object, ...]]] = {
-        name: GenerationBody.refused[name]
-        for name in ("tools", "documents", "mm_processor_kwargs", "chat_template", "continue_final_message")
+    refused = {
+        name: UNSUPPORTED_FIELDS[name]
+        for name in (
+            *("tools", "documents", "mm_processor_kwargs", "chat_template", "continue_final_message"),
+            *("reasoning_effort", "reasoning"),
+        )
     }
 
     prompt: str | None = None

@@ -45,6 +45,8 @@ async def test_a_chat_has_the_tokens_that_are_generated_from(gateway: Gateway) -
         ("/tokenize", {**CHAT, "chat_template": "{{ messages }}"}, 400, "chat_template"),
         ("/tokenize", {**CHAT, "continue_final_message": True}, 400, "continue_final_message"),
         ("/tokenize", {**CHAT, "documents": [{"text": "x"}]}, 400, "documents"),
+        ("/tokenize", {**CHAT, "reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ("/tokenize", {**CHAT, "reasoning": {"effort": "low"}}, 400, "reasoning"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "12"}, 400, "tokens"),
