@@ -1,6 +1,6 @@
 """uvicorn's HTTP parser, with a limit on what is not part of a body and on requests that wait for an earlier one, with
-a way to drop a connection, and without upgrades to other protocols or patience with clients that never finish the head
-of a request or never take an answer.
+a way to drop a connection, with answers that clients of HTTP/1.0 understand, and without upgrades to other protocols or
+patience with clients that never finish the head of a request or never take an answer.
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
 `MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has. When a client
@@ -70,6 +70,20 @@ class _FlowControl(FlowControl):
             super().resume_reading()
 
 
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Makes an answer one for a client of HTTP/1.0, which must not be sent chunks (RFC 9112, 6.1): a body without a
+    length ends with the connection."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def send_plainly(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length += len(message["body"])  # uvicorn sends only what it expects
+        await send(message)
+
+    cycle.send = send_plainly  # type: ignore[method-assign]
+
+
 class BoundedHttp(HttpToolsProtocol):
     """An HTTP connection that answers 400 and closes when a request exceeds the limit."""
 
@@ -115,6 +129,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self.parser.wishes_upgrade:
             return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
         while self._unanswered and self._unanswered[0].response_complete:
             self._unanswered.popleft()
         self._unanswered.append(self.cycle)

@@ -230,6 +230,38 @@ async def test_however_many_requests_are_sent_at_once_few_wait_and_all_are_answe
     assert most_waiting <= MAX_WAITING + read_bytes // request_bytes
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_stream_for_a_client_of_http_1_0_ends_with_the_connection_instead_of_having_chunks(
+    tokenizer: Tokenizer, version: str
+) -> None:
+    """nginx speaks HTTP/1.0 with the servers behind it unless told otherwise."""
+    body = json.dumps({"prompt": "hello", "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with serving(ScriptedRelay(tokenizer)) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head.encode() + body)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    fields, _, events = answer.partition(b"\r\n\r\n")
+    assert fields.startswith(b"HTTP/1.1 200")
+    chunked = version != "1.0"
+    assert (b"transfer-encoding" in fields, b"\r\n" in events) == (chunked, chunked)
+    lines = [line for line in events.split(b"\n") if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]"
+    if not chunked:
+        assert events == b"\n\n".join([*lines, b""])
+
+
+async def test_what_is_not_streamed_has_a_length_for_a_client_of_http_1_0_too(tokenizer: Tokenizer) -> None:
+    async with serving(ScriptedRelay(tokenizer)) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        head, _, body = (await asyncio.wait_for(reader.read(), PATIENCE)).partition(b"\r\n\r\n")
+        writer.close()
+    assert json.loads(body)["object"] == "list"
+    assert b"content-length: %d" % len(body) in head.split(b"\r\n")
+
+
 class _Busy(ThreadPoolExecutor):
     """Threads of which none is free until `free` is called. `waits` is set when something waits for one."""
 
