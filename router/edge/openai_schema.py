@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.model_limits import room_for_output
@@ -53,7 +53,8 @@ class Body(BaseModel):
     # Fields that are supported for these values only.
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
-    model: str | None = None
+    # OpenAI's clients must give one, and some that do not know it leave it empty, as vLLM allows.
+    model: Annotated[str | None, AfterValidator(lambda name: name or None)] = None
 
     @classmethod
     def parse(cls, data: bytes) -> Self:

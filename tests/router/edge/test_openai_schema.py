@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvrelay.core.errors import InvalidRequestError
-from router.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
+from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.edge.validation import MAX_MESSAGES
 
 MESSAGE = {"role": "user", "content": "hello"}
@@ -98,6 +98,15 @@ def test_what_would_change_an_answer_is_not_ignored(field: str, value: object, h
         with pytest.raises(InvalidRequestError, match=f"^{field} is not supported") as refused:
             cls.parse(json.dumps(body | {field: value}).encode())
         assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("cls", "body"),
+    [(CompletionBody, {}), (ChatBody, {"messages": [MESSAGE]}), (TokenizeBody, {}), (DetokenizeBody, {"tokens": []})],
+)
+def test_an_empty_model_is_the_one_that_is_served(cls: type[Body], body: dict[str, object]) -> None:
+    for given, found in (("", None), (None, None), (" ", " ")):
+        assert cls.parse(json.dumps(body | {"model": given}).encode()).model == found
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
