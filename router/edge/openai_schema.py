@@ -4,6 +4,7 @@ Invariant: a field that is known but not supported is refused by name; an unknow
 level.
 """
 
+import codecs
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,10 +59,11 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Parses a body. Raises InvalidRequestError with one readable sentence."""
+        """Parses a body, with or without a byte order mark, which .NET's writers put before UTF-8. Raises
+        InvalidRequestError with one readable sentence."""
         with _uncollected():
             try:
-                body = cls.model_validate_json(data)
+                body = cls.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
             except ValidationError as error:
                 raise _readable(error) from None
             body.refuse_unsupported()

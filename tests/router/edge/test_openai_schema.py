@@ -1,5 +1,6 @@
 """Bodies of the OpenAI API: what is read of a wrong one."""
 
+import codecs
 import gc
 import json
 from contextlib import nullcontext
@@ -98,6 +99,13 @@ def test_what_would_change_an_answer_is_not_ignored(field: str, value: object, h
         with pytest.raises(InvalidRequestError, match=f"^{field} is not supported") as refused:
             cls.parse(json.dumps(body | {field: value}).encode())
         assert refused.value.field == field
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body() -> None:
+    body = json.dumps({"prompt": "\ufeffhello"}, ensure_ascii=False).encode()
+    assert CompletionBody.parse(codecs.BOM_UTF8 + body).prompt == "\ufeffhello"
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        CompletionBody.parse(codecs.BOM_UTF8 * 2 + body)
 
 
 @pytest.mark.parametrize(
