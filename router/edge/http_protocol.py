@@ -107,6 +107,9 @@ class BoundedHttp(HttpToolsProtocol):
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
+        if self._write_timer is not None:
+            self._write_timer.cancel()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import json
+import socket
+import struct
 from collections.abc import Callable
 from typing import cast
 
@@ -13,6 +15,7 @@ from kvrelay.core.errors import UnavailableError
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, serve_insecure, server_options
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.grpc_service import RouterService
+from router.edge.http_protocol import BoundedHttp
 from router.request import RoutedRequest
 from tests.router.edge.edge_parts import ScriptedRelay, make_edge
 from tests.router.edge.gateway_client import COMPLETION, Gateway
@@ -51,6 +54,22 @@ async def test_a_stream_whose_client_has_left_is_forgotten(gateway: Gateway, pro
     await writer.wait_closed()
     await until(lambda: relay.num_running == 0)
     await until(_is_forgotten(relay))
+
+
+async def test_a_connection_that_its_client_has_reset_is_forgotten(gateway: Gateway) -> None:
+    """Until the timeout of idle connections it would keep some kilobytes."""
+    body = json.dumps(COMPLETION).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    await reader.readuntil(b'"usage"')
+    reset_when_closed = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_when_closed)
+    writer.close()
+    own = writer.get_extra_info("sockname")
+    await until(lambda: not any(type(found) is BoundedHttp and found.client == own for found in gc.get_objects()))
 
 
 async def test_a_grpc_stream_that_has_failed_is_forgotten(relay: ScriptedRelay) -> None:
