@@ -41,14 +41,12 @@ PeerT = TypeVar("PeerT", bound=MappedPeer)
 
 
 class MappedPeers(Generic[PeerT]):
-    """The mapped peers. `open_peer`, called on the connector's `thread`, maps a peer or returns why it cannot; it
-    raises FileNotFoundError if the peer's segment is not here."""
+    """The mapped peers. `open_peer`, called on the connector's `thread`, maps a peer or returns why it cannot."""
 
     def __init__(self, open_peer: Callable[[KVSource], PeerT | Verdict], thread: RunsFunctions) -> None:
         self._open_peer = open_peer
         self._thread = thread
         self._peers: dict[str, PeerT] = {}  # an endpoint names the epoch
-        self._absent: set[str] = set()  # endpoints of which the log has said that their segment is not here
         self._checking: asyncio.Task[None] | None = None
 
     def get(self, source: KVSource) -> PeerT | Verdict:
@@ -56,14 +54,7 @@ class MappedPeers(Generic[PeerT]):
         self._forget_dead()
         if source.endpoint in self._peers:
             return self._peers[source.endpoint]
-        try:
-            opened = self._open_peer(source)
-        except FileNotFoundError as error:
-            if source.endpoint not in self._absent:
-                self._absent.add(source.endpoint)
-                hint = "unless it has ended, let both see the same --shared-memory-dir"
-                _logger.warning("node %s is on this host, but there is no %s: %s", source.node_id, error.filename, hint)
-            return FetchOutcome.FAILED
+        opened = self._open_peer(source)
         if not isinstance(opened, FetchOutcome | Mismatch):
             self._peers[source.endpoint] = opened
         return opened
@@ -95,12 +86,14 @@ class MappedPeers(Generic[PeerT]):
 def open_segment(
     directory: Path, source: KVSource, outages: Outages, *, on_device: bool = False
 ) -> PeerSegment | Verdict:
-    """Returns the segment of a living node, or why there is none. Raises FileNotFoundError if its file is not here."""
+    """Returns the segment of a living node, or why there is none."""
     name = f"the segment of node {source.node_id}"
     try:
         segment = PeerSegment(directory, source.endpoint, on_device=on_device)
-    except FileNotFoundError:
-        raise  # `MappedPeers` says it once of each peer
+    except FileNotFoundError as error:
+        hint = "unless it has ended, let both see the same --shared-memory-dir"
+        outages.failed(name, "node %s is on this host, but there is no %s: %s", source.node_id, error.filename, hint)
+        return FetchOutcome.FAILED
     except (OSError, KVError) as error:
         outages.failed(name, "cannot use the segment of node %s: %s", source.node_id, error)
         return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
