@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -58,6 +59,33 @@ async def test_of_two_publications_of_a_block_one_counts(shared: Shared) -> None
     await asyncio.sleep(0)
     shared.pool.gate.set()
     assert await asyncio.gather(*publications) == [2, 0]
+
+
+async def test_a_block_that_has_more_tokens_or_another_name_takes_the_place_of_what_it_was(shared: Shared) -> None:
+    shared.pool.gate.set()
+    [partial] = blocks(1, tail=5)
+    for block in (partial, replace(partial, num_tokens=16), replace(partial, block_hash=blocks(2)[1].block_hash)):
+        assert await shared.publish([block]) == 1
+        [(_, header)] = shared.find(block.block_hash)
+        assert (header.num_tokens, len(shared.ids_by_name)) == (block.num_tokens, 1), "and nothing else is visible"
+
+
+class Guarded(SharedPool[LocalPool]):
+    """A pool whose names are used under its lock only."""
+
+    def __getattribute__(self, name: str) -> Any:
+        assert name != "ids_by_name" or self.lock.locked()
+        return super().__getattribute__(name)
+
+
+async def test_names_are_looked_up_and_changed_only_under_the_lock() -> None:
+    """The engine retracts from its own thread, at any moment."""
+    guarded = Guarded(LocalPool.anonymous(LAYOUT, 4), EPOCH)
+    [block] = blocks(1)
+    assert await guarded.publish([block]) == len(guarded.find(block.block_hash)) == 1
+    guarded.remove([block.block_id])
+    assert not guarded.find(block.block_hash)
+    guarded.pool.release()
 
 
 async def test_a_header_is_another_one_after_a_retraction_even_if_it_is_equal(shared: Shared) -> None:

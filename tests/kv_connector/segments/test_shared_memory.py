@@ -18,7 +18,6 @@ from kv_connector.segments import mapped_peers, shared_memory
 from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
-from kv_connector.worker import Worker
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
@@ -246,30 +245,32 @@ async def test_nothing_more_is_copied_when_the_time_is_over(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("in_parts")
 async def test_nothing_is_copied_after_a_fetch_was_cancelled_between_its_parts(tmp_path: Path) -> None:
-    loop, reached, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-    copied = []
+    begun, go_on = ([threading.Event() for _ in range(16)] for _ in range(2))
+    copied = iter(range(16))
 
     def copy(target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]) -> Sequence[bytes]:
-        copied.append(list(source_rows))
-        if len(copied) == 2:
-            loop.call_soon_threadsafe(reached.set)
-            go_on.wait(10)
+        number = next(copied)
+        begun[number].set()
+        go_on[number].wait(10)
         return copy_rows(target, target_rows, source, source_rows)
 
     owner = node(tmp_path, "owner")
     peer = node(tmp_path, copy=copy)
     await write_and_publish(owner, blocks(16))
     fetch = asyncio.create_task(peer.connector.fetch(owner.source, blocks(16), timeout=10))
-    await reached.wait()
+    go_on[0].set()
+    await asyncio.to_thread(begun[1].wait, 10)
     fetch.cancel()
-    await asyncio.sleep(0)
-    assert not fetch.done()  # it waits for the part under way
-    go_on.set()
+    go_on[1].set()
+    begun[2].wait(10)  # the thread has had this part since before, and begins it while the loop does nothing
+    for _ in range(10):
+        await asyncio.sleep(0)
+        assert not fetch.done(), "it waits for the part under way"
+    go_on[2].set()
     await asyncio.wait([fetch])
-    assert fetch.cancelled() and len(copied) <= 3  # the next part may have begun before it was told
-    num_copied = len(copied)
+    assert fetch.cancelled()
     await peer.connector.close()
-    assert len(copied) == num_copied and asyncio.all_tasks() == {asyncio.current_task()}
+    assert next(copied) == 3 and asyncio.all_tasks() == {asyncio.current_task()}
     await owner.connector.close()
 
 
@@ -372,29 +373,3 @@ async def test_memory_stays_while_a_view_is_alive(tmp_path: Path) -> None:
     await owner.connector.close()
     assert view[: LAYOUT.block_bytes] == content(blocks(1)[0].block_hash, LAYOUT.block_bytes)
     assert not files(tmp_path)
-
-
-async def test_a_cancelled_caller_waits_for_the_thread() -> None:
-    worker = Worker("kv-test")
-    started, release, finished = threading.Event(), threading.Event(), threading.Event()
-
-    def copy() -> None:
-        started.set()
-        release.wait(10)
-        finished.set()
-
-    task = asyncio.create_task(worker.run(copy))
-    await asyncio.to_thread(started.wait, 10)
-    queued = asyncio.create_task(worker.run(finished.clear))
-    await asyncio.sleep(0)
-    queued.cancel()
-    await asyncio.wait([queued])  # had not started, so it is over at once and never runs
-    for _ in range(3):
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-    release.set()
-    await asyncio.wait([task])
-    assert task.cancelled() and finished.is_set()
-    worker.stop()
-    assert finished.is_set()

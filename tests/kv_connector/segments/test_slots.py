@@ -83,6 +83,23 @@ def test_finding_absent_blocks_takes_no_lock_that_the_engine_needs(sides: Sides)
     assert found == [(block, 0) for block in blocks(2)]
 
 
+class Guarded(OwnedSlots):
+    """Slots that change under their lock only."""
+
+    def _change(self, ids: NDArray[np.intp], headers: NDArray[np.uint8] | int) -> None:
+        assert self._lock.locked()
+        super()._change(ids, headers)
+
+
+def test_slots_are_filled_and_cleared_only_under_the_lock(sides: Sides) -> None:
+    """The engine clears from its own thread, at any moment."""
+    sides.owned = Guarded(sides.mapping, NUM_SLOTS, offset=0)
+    [block] = blocks(1)
+    assert sides.publish((block, header(block))) == 1
+    sides.owned.clear([block.block_id])
+    assert sides.found(block.block_hash) == []
+
+
 def test_of_two_blocks_for_one_slot_the_last_one_is_there(sides: Sides) -> None:
     [partial] = blocks(1, tail=5)
     whole = replace(partial, num_tokens=16)
@@ -151,6 +168,17 @@ def test_names_that_begin_alike_are_told_apart_by_their_headers(sides: Sides) ->
     assert [sides.refusal(slot, like_it) for slot in (0, 1)] == [FetchOutcome.MISSING, None]
 
 
+def test_a_name_with_some_bits_of_a_wanted_one_is_not_taken_for_it(sides: Sides) -> None:
+    """Also one that is greater than every wanted name: among half a million slots there are some."""
+    wanted, smaller, greater = (replace(block, block_id=slot) for slot, block in enumerate(blocks(3)))
+    named = [
+        replace(block, block_hash=BlockHash(wanted.block_hash[:2] + bytes([byte]) * (HASH_BYTES - 2)))
+        for byte, block in ((0x80, wanted), (0, smaller), (0xFF, greater))
+    ]
+    sides.publish(*((block, header(block)) for block in named))
+    assert sides.found(named[0].block_hash) == [[0]]
+
+
 def test_not_more_than_a_few_slots_of_a_name_are_tried(sides: Sides) -> None:
     [block] = blocks(1)
     copies = [replace(block, block_id=slot) for slot in range(NUM_SLOTS)]
@@ -199,7 +227,7 @@ def test_each_field_of_a_header_is_compared_with_the_requested_block(
 
 
 def test_clearing_after_the_owner_has_closed_has_no_effect(sides: Sides) -> None:
-    [block] = blocks(1)
+    [block] = blocks(1, first_id=NUM_SLOTS - 1)
     sides.publish((block, header(block)))
     sides.owned.release()
     sides.owned.clear([block.block_id])
