@@ -66,7 +66,7 @@ class RedisConnector:
         self._clock: Clock = clock or MonotonicClock()
         self._outages = Outages(self._clock.now)
         self._link = RedisLink(settings, self._clock)
-        self._failure: Exception | None = None  # of the last offer, if there was one
+        self._failure: Exception | None = None  # that ended the last offer, if one did
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -207,7 +207,6 @@ class RedisConnector:
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
-            self._failure = refused[0]
             why = described(refused[0])
             _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
             self._link.writes.failed(attempt)

@@ -125,6 +125,7 @@ async def test_a_node_fetches_from_itself_and_without_a_source_only_from_a_store
     expected = FETCHED if harness.has_store else MISSING
     assert set(await owner.connector.fetch(None, wanted, timeout=10)) == {expected}
     assert await owner.connector.fetch(owner.source, [], timeout=10) == ()
+    await owner.connector.publish([])
 
 
 async def test_a_missing_block_does_not_keep_those_behind_it_away(node: MakeNode) -> None:
@@ -171,6 +172,16 @@ async def test_blocks_of_a_closed_owner_come_only_from_a_store(
         await owner.connector.publish(sent)
     with pytest.raises(KVError):
         await owner.connector.fetch(owner.source, sent, timeout=10)
+
+
+async def test_closing_gives_the_memory_of_the_pool_back(node: MakeNode) -> None:
+    owner = node("owner")
+    await write_and_publish(owner, blocks(2))
+    await owner.connector.close()
+    if not isinstance(owner, DirectNode):  # whose pool belongs to the device
+        buffer = owner.staging if isinstance(owner, DeviceNode) else owner.pool
+        with pytest.raises(ValueError, match="released"):
+            buffer.memory.tobytes()
 
 
 @pytest.mark.parametrize("layout", [OTHER_LAYOUT, OTHER_SCALES], ids=["shape", "scales"])

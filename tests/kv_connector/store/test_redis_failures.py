@@ -150,7 +150,8 @@ async def test_publishing_behind_another_tier_does_not_wait_for_a_stopped_redis(
     await settled(setup.behind.connector)
     outcomes = await setup.fetch(sent)
     assert outcomes == (FETCHED,) * 5 + (MISSING,) + (FETCHED,) * 2
-    assert (setup.tier.stats.blocks_published, setup.tier.stats.lost_unstored) == (7, 1)
+    stats = setup.tier.stats
+    assert (stats.blocks_published, stats.lost_unstored, stats.failed) == (7, 1, 0)
 
 
 async def test_closing_drops_what_still_waits_for_a_stopped_redis(setup: Setup) -> None:
@@ -261,6 +262,21 @@ async def test_a_flush_during_a_fetch_makes_blocks_missing(setup: Setup) -> None
     assert set(await setup.fetch(sent)) == {MISSING}
     await write_and_publish(setup.node, sent)
     assert set(await setup.fetch(sent)) == {FETCHED}
+
+
+async def test_nothing_is_asked_for_behind_a_part_that_failed(setup: Setup) -> None:
+    """What arrives of a later part must not be taken for what did not arrive."""
+    setup.store._settings = replace(setup.store._settings, batch_bytes=1)
+    sent = blocks(3)
+    await write_and_publish(setup.node, sent)
+    others = [f"~{PREFIX}:{sent[index].block_hash.hex()}" for index in (0, 2)]
+    with setup.client() as client:
+        client.execute_command("ACL", "SETUSER", "default", "resetkeys", *others)
+    assert await setup.fetch(sent) == (FETCHED, FAILED, FAILED)
+    setup.server.stop()
+    for num_skipped in (0, 0, 3):
+        assert await setup.fetch(sent) == (FAILED, FAILED, FAILED)
+        assert setup.store.stats.skipped == num_skipped
 
 
 @pytest.mark.parametrize(
