@@ -304,12 +304,14 @@ async def test_too_large_a_pool_names_the_remedies(tmp_path: Path) -> None:
     huge = KVLayout(num_kv_heads=64, num_layers=64, block_size=64, head_dim=256, dtype="float32")
     with pytest.raises(ConfigurationError, match=r"needs [\d.]+ GiB .* has [\d.]+ GiB free.*fewer blocks.*--shm-size"):
         connector.allocate(huge, 1 << 20, node_id="huge", epoch=1)
+    assert not files(tmp_path), "what it has created is gone"
     with pytest.raises(ConfigurationError, match="not a directory"):
         node(tmp_path / "absent")
 
 
 async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path) -> None:
     peer = node(tmp_path)
+    before = open_files()
     name = "kvrelay-x-0000000000000001.kv"
 
     async def outcome(endpoint: str) -> FetchOutcome:
@@ -330,6 +332,7 @@ async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path
     (tmp_path / name).symlink_to(peer.source.endpoint)
     assert await outcome(name) is FetchOutcome.FAILED
     assert peer.first_stats.refused[Mismatch.VERSION] == 4
+    assert open_files() == before
     await peer.connector.close()
 
 

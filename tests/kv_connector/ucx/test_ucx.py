@@ -12,6 +12,7 @@ import pytest
 from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.settings import UcxSettings
+from kv_connector.ucx import reader as reader_module
 from kv_connector.ucx import transport as transport_module
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS
@@ -152,6 +153,16 @@ async def test_a_holder_that_never_answers_is_left_alone_for_a_while(child: Owne
     clock.seconds += 0.5
     assert await fetch(30) == (FETCHED,) and peer.first_stats.skipped == 1
     await peer.connector.close()
+
+
+async def test_a_holder_that_accepts_and_says_nothing_is_given_up_before_the_fetch_is_over(
+    child: OwnerProcess, peer: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of its time is for another way to get the blocks."""
+    monkeypatch.setattr(reader_module, "HANDSHAKE_SECONDS", 0.05)
+    child.signal(signal.SIGSTOP)
+    fetch = peer.connector.fetch(child.source, blocks(2), timeout=60)
+    assert set(await asyncio.wait_for(fetch, 10)) == {FAILED}
 
 
 async def test_one_slow_holder_does_not_hold_up_another(child: OwnerProcess) -> None:
