@@ -69,7 +69,6 @@ class Peer:
         self._stats = stats
         self._turns = asyncio.Semaphore(LANES)
         self._idle: list[Lane] = []
-        self._busy: set[Link] = set()
 
     @property
     def blocks_per_ask(self) -> int:
@@ -106,9 +105,9 @@ class Peer:
         return [self._judge(*judged, source) for judged in zip(entries, digests, blocks, strict=True)]
 
     async def close(self) -> None:
-        """Cuts every connection. Fetches under way fail."""
-        for link in [*(lane.link for lane in self._idle), *self._busy]:
-            await link.close()
+        """Cuts every connection. Called when no fetch is under way."""
+        for lane in self._idle:
+            await lane.link.close()
         self._idle.clear()
 
     def _mismatch(self, lane: Lane, source: KVSource) -> Mismatch | None:
@@ -124,15 +123,12 @@ class Peer:
             await lane.link.close()  # the holder is gone, or has closed an idle connection
         address, port = await _resolve(self._endpoint)
         link = self._transport.connect(address, port)
-        self._busy.add(link)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 return await self._shake_hands(link)
         except BaseException:
             await link.close()
             raise
-        finally:
-            self._busy.discard(link)
 
     async def _shake_hands(self, link: Link) -> Lane:
         nonce = new_nonce()
@@ -152,7 +148,6 @@ class Peer:
         arrived where it can be had at once. When this has returned or raised, nothing writes to the destinations."""
         link = lane.link
         digests: list[bytes | None] = []
-        self._busy.add(link)
         try:
             for position, block in enumerate(blocks):
                 arrived = partial(self._arrived, block.block_id, digests)
@@ -167,8 +162,6 @@ class Peer:
             self._stats.quarantined += 0 if link.cut() else len(blocks)
             await uninterrupted(self._quieten(link))
             raise
-        finally:
-            self._busy.discard(link)
 
     async def _quieten(self, link: Link) -> None:
         """Cuts a connection. Returns when neither UCX nor the device touches its destinations any more."""
