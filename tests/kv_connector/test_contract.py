@@ -122,6 +122,7 @@ async def test_a_node_fetches_from_itself_and_without_a_source_only_from_a_store
     wanted = moved(sent, 10)
     assert num_leading_fetched(await owner.connector.fetch(owner.source, wanted, timeout=10)) == 3
     assert owner.row(12) == owner.row(2)
+    assert owner.connector.has_store == harness.has_store
     expected = FETCHED if harness.has_store else MISSING
     assert set(await owner.connector.fetch(None, wanted, timeout=10)) == {expected}
     assert await owner.connector.fetch(owner.source, [], timeout=10) == ()

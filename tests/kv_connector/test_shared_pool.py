@@ -116,7 +116,10 @@ async def test_a_block_that_changes_while_a_node_of_the_process_copies_it_is_mis
         await node.connector.close()
 
 
-async def test_a_block_that_is_retracted_while_ucx_sends_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_posted", [False, True])  # UCX has been given it to send
+async def test_a_block_that_is_retracted_while_ucx_sends_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, is_posted: bool
+) -> None:
     owner, peer = (Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), name, 4, LAYOUT, EPOCH) for name in ("a", "b"))
     await write_and_publish(owner, blocks(3))
     assert isinstance(owner.connector, UcxConnector)
@@ -124,7 +127,9 @@ async def test_a_block_that_is_retracted_while_ucx_sends_it_is_missing(monkeypat
     payload = pool.payload
 
     def retracted_meanwhile(block_id: int) -> object:
-        if block_id == 1:
+        if block_id == 1 and is_posted:
+            asyncio.get_running_loop().call_soon(owner.connector.retract, [1])
+        elif block_id == 1:
             owner.connector.retract([1])
         return payload(block_id)
 

@@ -7,14 +7,24 @@ import numpy as np
 import pytest
 
 from kv_connector.base import FetchOutcome
+from kv_connector.geometry import Geometry
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx import holder as holder_module
+from kv_connector.ucx.auth import Session, check_secret, new_nonce
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS, MAX_STRANGERS, Holder
-from kv_connector.ucx.protocol import ASK_POSITION, OPENING_BYTES, encode_ask
+from kv_connector.ucx.protocol import (
+    ASK_POSITION,
+    OPENING_BYTES,
+    WELCOME_BYTES,
+    decode_opening,
+    encode_ask,
+    encode_opening,
+    encode_proof,
+)
 from kv_connector.ucx.reader import Lane
 from kv_connector.ucx.transport import LinkLostError, Transport
-from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, OTHER_LAYOUT, Node, blocks, write_and_publish
 
 FETCHED = FetchOutcome.FETCHED
 
@@ -66,6 +76,36 @@ async def test_strangers_that_come_together_are_no_more_than_may_be(holder: Node
     transport.close()
 
 
+async def test_a_stranger_that_says_nothing_is_dropped(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the place of others for ever."""
+    monkeypatch.setattr(holder_module, "HANDSHAKE_SECONDS", 0.05)
+    transport = Transport("")
+    host, _, port = holder.source.endpoint.rpartition(":")
+    link = transport.connect(host, int(port))
+    with pytest.raises(LinkLostError):
+        await asyncio.wait_for(link.greeting(OPENING_BYTES), 10)
+    assert (holder.first_stats.peers_refused, side(holder)._strangers) == (1, 0)
+    await link.close()
+    transport.close()
+
+
+async def test_a_reader_with_another_layout_that_stays_is_dropped(holder: Node) -> None:
+    transport = Transport("")
+    host, _, port = holder.source.endpoint.rpartition(":")
+    link = transport.connect(host, int(port))
+    nonce, geometry = new_nonce(), Geometry.of(OTHER_LAYOUT)
+    link.greet(encode_opening(nonce))
+    session = Session(check_secret(CLUSTER_SECRET), nonce, decode_opening(await link.greeting(OPENING_BYTES)))
+    link.greet(encode_proof(geometry, session.reader_proof(geometry)))
+    await link.greeting(WELCOME_BYTES)
+    link.greet(bytes(1))
+    with pytest.raises(LinkLostError):
+        await asyncio.wait_for(link.greeting(OPENING_BYTES), 10)
+    assert holder.first_stats.peers_refused == 1
+    await link.close()
+    transport.close()
+
+
 async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node, reader: Node) -> None:
     lane = await lane_of(reader, holder)
     lane.link.send(np.full(4, 0xFF, np.uint8), lane.tag + ASK_POSITION)
@@ -103,7 +143,8 @@ async def test_no_more_readers_are_served_than_may_be(
     monkeypatch.setattr(holder_module, "MAX_READERS", 1)
     await lane_of(reader, holder)
     late = node("late")
-    assert await late.connector.fetch(holder.source, blocks(1), timeout=10) == (FetchOutcome.FAILED,)
+    fetch = late.connector.fetch(holder.source, blocks(1), timeout=60)
+    assert await asyncio.wait_for(fetch, HANDSHAKE_SECONDS / 2) == (FetchOutcome.FAILED,), "at once"
     assert holder.first_stats.peers_refused == 1
     await late.connector.close()
     await lane_of(reader, holder)
