@@ -337,17 +337,16 @@ async def test_a_store_slower_than_computing_is_skipped_and_counted(redis_server
 async def test_a_tier_that_is_no_store_or_the_only_one_is_asked_whatever_computing_takes(
     redis_server: RedisServer,
 ) -> None:
+    """A node that has nothing but a store has no endpoint, and its blocks are asked for there."""
     store = RedisConnector(RedisSettings(url=redis_server.url, key_prefix="no-gate"))
     for tiers in ([Tier(InProcessHub(), "first"), Tier(InProcessHub(), "second")], [store]):
         tiered = TieredConnector[HostConnector](tiers, recompute_seconds=lambda num_tokens: 0.0)
         node = Node(tiered, "node", 8, LAYOUT, EPOCH)
         await write_and_publish(node, blocks(3))
-        source = None
-        for holder in tiers[:-1]:
-            holder.retract([0, 1, 2])
-            source = node.source
+        for before in tiers[:-1]:
+            before.retract([0, 1, 2])
         for _ in range(2):
-            assert set(await tiered.fetch(source, moved(blocks(3), 4), timeout=PATIENCE)) == {FETCHED}
+            assert set(await tiered.fetch(node.source, moved(blocks(3), 4), timeout=PATIENCE)) == {FETCHED}
         await tiered.close()
 
 

@@ -3,6 +3,7 @@ understands whom. What every connector promises is in `test_contract.py`."""
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -208,6 +209,13 @@ async def test_a_wrong_handle_fails_the_fetch(tmp_path: Path) -> None:
     good.close()
     good.mapping.close()
     await peer.close()
+
+
+async def test_closing_tiers_ends_the_thread_of_the_device() -> None:
+    node = direct("cuda_ipc,ucx")
+    await write_and_publish(node, blocks(4))
+    await node.connector.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
 class OnGpu(DirectDevice):
