@@ -174,7 +174,10 @@ async def test_one_slow_holder_does_not_hold_up_another(child: OwnerProcess) -> 
     for _ in range(3):
         assert set(await reader.connector.fetch(fast.source, moved(sent, 8), timeout=30)) == {FETCHED}
     assert not stuck.done()
+    assert isinstance(reader.connector, UcxConnector)
+    under_way = reader.connector._require().fetches
     await reader.connector.close()  # fails what is under way, and leaves nothing
+    assert not under_way
     assert set(await stuck) == {FAILED}
     await fast.connector.close()
 
