@@ -83,6 +83,15 @@ def test_a_source_that_could_not_be_reached_is_not_asked_again() -> None:
     assert next_ask(ladder) == (restarted, (0, 1))
 
 
+def test_a_source_is_given_up_for_one_block_that_failed_whatever_became_of_those_behind_it() -> None:
+    ladder = Ladder(2)
+    ladder.announce(P, 2)
+    settle(ladder, FAILED, MISSING)
+    ladder.announce(P, 2)
+    settle(ladder, FETCHED, MISSING)  # the store
+    assert ladder.next() is None
+
+
 def test_missing_blocks_are_requested_again_after_an_announcement_and_refused_ones_are_not() -> None:
     ladder = Ladder(2)
     ladder.announce(P, 2)
