@@ -195,8 +195,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             self._node.engine_thread.post(lambda engine: engine.finish(request_id, index))
 
     def _abort(self, request_id: str) -> None:
-        if self._forget(request_id):
-            self._node.engine_thread.post(lambda engine: engine.abort(request_id))
+        self._forget(request_id)
+        self._node.engine_thread.post(lambda engine: engine.abort(request_id))
 
     def _give_up(self, request_id: str, error: KVRelayError) -> None:
         """Ends a request that the engine may still have with an error."""
@@ -204,22 +204,19 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: KVRelayError) -> None:
-        """Ends a request with an error. The engine holds nothing for it any more, or was told to abort it."""
-        decode = self._active.get(request_id)
-        if decode is not None:
-            self._forget(request_id)
-            decode.stream.send_failure(request_id, error)
+        """Ends a request with an error, unless it is over. The engine holds nothing for it any more, or was told to
+        abort it."""
+        if request_id in self._active:
+            self._forget(request_id).stream.send_failure(request_id, error)
 
-    def _forget(self, request_id: str) -> bool:
-        decode = self._active.pop(request_id, None)
-        if decode is None:
-            return False
-        decode.stream.request_ids.discard(request_id)
+    def _forget(self, request_id: str) -> _Decode:
+        decode = self._active.pop(request_id)
+        decode.stream.request_ids.remove(request_id)
         self._node.activity.end(request_id)
         if decode.reception is not None:
             decode.reception.cancel()
             decode.reception = None  # it refers to `decode`, and the prompt would stay until a collection of garbage
-        return True
+        return decode
 
     # -- KV that arrives ---------------------------------------------------------------------------------------------
 
@@ -238,7 +235,6 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             receiver.offer(held.source, held.num_blocks)
         for pull in decode.pulls:
             _announce(receiver, pull)
-        decode.pulls.clear()
         is_local = decode.request.role is KVRole.LOCAL
         if is_local:
             receiver.end()
