@@ -6,14 +6,18 @@ import grpc
 import pytest
 
 from decode_node.service import DecodeService
-from kv_connector.in_process import InProcessHub
+from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.block_hash import block_hashes
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.engine.request import EngineRequest, StepResult
+from kvrelay.core.wire import source_to_wire
+from kvrelay.engine.request import Admission, EngineRequest
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
-from tests.engine.fake_runner import VOCAB_SIZE, expected_output
+from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output
 from tests.node.fake_node import (
     BLOCK_SIZE,
+    NAMESPACE,
     NUM_BLOCKS,
     BrokenConnector,
     FailingRunner,
@@ -22,7 +26,7 @@ from tests.node.fake_node import (
     make_node,
     serving,
 )
-from tests.node.holders import LadderConnector
+from tests.node.holders import Holder, LadderConnector
 from tests.node.router_end import PATIENCE, PROMPT, Router, admit, start
 
 
@@ -80,6 +84,7 @@ async def test_a_stream_that_ends_takes_its_requests_with_it_and_leaves_nothing(
                 router.end_commands()
             case "service":
                 await service.close()
+                assert not service._active, "nor does it wait for its router to read what it was sent"
         async with asyncio.timeout(PATIENCE):
             await router.ended()
             while node.activity or service._streams:
@@ -109,19 +114,45 @@ async def test_what_a_router_says_twice_counts_once() -> None:
 
 
 async def test_a_request_is_over_when_the_outputs_are_that_had_not_ended_with_their_first_token() -> None:
-    first, *rest = expected_output(PROMPT, 3, choice_index=1)
+    expected = {index: expected_output(PROMPT, 3, choice_index=index) for index in (1, 2)}
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
         ended = TokenOutput(0, (5,), finish_reason=FinishReason.STOP)
+        going_on = [TokenOutput(index, (tokens[0],)) for index, tokens in expected.items()]
         final = pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True))
-        router.send(admit("a", n=2), start("a", [ended, TokenOutput(1, (first,))]), final)
-        tokens: list[int] = []
-        while len(tokens) < 2:
-            tokens += (await router.event()).tokens.token_ids
-        assert tokens == rest
+        router.send(admit("a", n=3), start("a", [ended, *going_on]), final)
+        tokens: dict[int, list[int]] = {1: [], 2: []}
+        while tokens != {index: outputs[1:] for index, outputs in expected.items()}:
+            event = await router.event()
+            if event.HasField("tokens"):
+                tokens[event.tokens.index] += event.tokens.token_ids
         assert not service._active and not node.activity
         await router.close()
         await node.check_idle()
+
+
+async def test_the_router_is_told_how_much_was_here_how_much_was_fetched_and_how_much_is_computed() -> None:
+    hub, runner = InProcessHub(), FakeRunner(NUM_BLOCKS, BLOCK_SIZE)
+    runner.pool = [[0] * BLOCK_SIZE for _ in runner.pool]  # it does not see what is fetched
+    holder = Holder(hub, "p")
+    second = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE))[1]
+    await holder.hold(Admission("a", BLOCK_SIZE, (NamedBlock(0, second, BLOCK_SIZE),)), 1)
+    async with serving(DecodeService, node := make_node(runner, InProcessConnector(hub))) as service:
+        router = Router(service)
+        before = admit("before", local_prefill=True)
+        del before.admit.prompt_token_ids[BLOCK_SIZE + 1 :]
+        router.send(before)
+        while not (await router.event()).tokens.finish_reason:
+            pass
+        pull = pb.Pull(request_id="a", source=source_to_wire(holder.source), num_blocks=2, final=True)
+        router.send(admit("a"), pb.DecodeCommand(pull=pull), start("a", [TokenOutput(0, (1,))]))
+        admitted, ready = await router.event(), await router.event()
+        assert (admitted.request_id, admitted.admitted.num_cached_tokens) == ("a", BLOCK_SIZE)
+        assert (ready.request_id, ready.kv_ready.num_fetched_tokens) == ("a", BLOCK_SIZE)
+        assert ready.kv_ready.num_recomputed_tokens == len(PROMPT) - 2 * BLOCK_SIZE
+        await router.close()
+        await node.check_idle()
+    await holder.close()
 
 
 async def test_an_output_that_its_router_ends_is_over_and_the_others_go_on() -> None:
@@ -192,29 +223,6 @@ async def test_a_prompt_is_computed_here_when_its_holder_has_hung_for_its_share_
         await node.check_idle()
 
 
-async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> None:
-    """The task is cancelled before its first step, so that no code in it ever runs."""
-    async with serving(DecodeService, node := make_node()) as service:
-        aborted = asyncio.Event()
-        handle = node._handler
-
-        def abort_at_once(result: StepResult) -> None:
-            handle(result)
-            for admission in result.admissions:
-                service._abort(admission.request_id)
-                aborted.set()
-
-        node._handler = abort_at_once
-        router = Router(service)
-        router.send(admit("a"))
-        async with asyncio.timeout(PATIENCE):
-            await aborted.wait()
-        await asyncio.sleep(0)  # the cancelled task ends
-        await asyncio.sleep(0)  # and tells
-        await node.check_idle()
-        await router.close()
-
-
 async def test_an_output_that_began_elsewhere_continues_under_its_index() -> None:
     """It is prefilled here, or its next token was sampled elsewhere."""
     whole = expected_output(PROMPT, 3, choice_index=5)
@@ -253,7 +261,7 @@ async def test_an_output_that_began_elsewhere_continues_under_its_index() -> Non
         [TokenOutput(0, ())],
         [TokenOutput(0, (1, 2))],
         [TokenOutput(0, (VOCAB_SIZE,))],
-        [TokenOutput(2, (1,))],
+        [TokenOutput(0, (1,)), TokenOutput(2, (1,))],
         [TokenOutput(0, (1,)), TokenOutput(0, (2,))],
         [TokenOutput(0, (1,), finish_reason=FinishReason.STOP)],
     ],
@@ -345,7 +353,8 @@ async def test_missing_blocks_are_reported_to_the_router_which_names_a_source_or
         router.send(pb.DecodeCommand(pull=pb.Pull(request_id="a", source=gone, num_blocks=3, ended=True)))
         router.send(start("a", [TokenOutput(0, (expected_output(PROMPT, 1)[0],))]))
         assert (await router.event()).HasField("admitted")
-        assert (await router.event()).kv_missing.num_missing_tokens == len(PROMPT)
+        missing = await router.event()
+        assert (missing.request_id, missing.kv_missing.num_missing_tokens) == ("a", len(PROMPT))
         router.send(pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True)))
         ready = (await router.event()).kv_ready
         assert (ready.num_fetched_tokens, ready.num_recomputed_tokens) == (0, len(PROMPT))

@@ -1,4 +1,5 @@
-"""What an aborted request leaves in a node: nothing, not even until a collection of garbage. Its prompt may be long."""
+"""What an aborted request leaves in a node: nothing, not even until a collection of garbage, since its prompt may be
+long. What the engine reports of it later changes nothing."""
 
 import asyncio
 import weakref
@@ -13,6 +14,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
+from kvrelay.engine.request import StepResult
 from kvrelay.v1 import common_pb2, prefill_node_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from prefill_node.service import PrefillService
@@ -66,6 +68,68 @@ async def test_a_prefill_that_has_failed_is_forgotten() -> None:
         del events
         await _until_none(forgotten)
         await node.check_idle()
+
+
+async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> None:
+    """The task is cancelled before its first step, so that no code in it ever runs."""
+    async with serving(DecodeService, node := make_node()) as service:
+        aborted = asyncio.Event()
+        handle = node._handler
+
+        def abort_at_once(result: StepResult) -> None:
+            handle(result)
+            for admission in result.admissions:
+                service._abort(admission.request_id)
+                aborted.set()
+
+        node._handler = abort_at_once
+        router = Router(service)
+        router.send(admit("a"))
+        async with asyncio.timeout(PATIENCE):
+            await aborted.wait()
+        await asyncio.sleep(0)  # the cancelled task ends
+        await asyncio.sleep(0)  # and tells
+        await node.check_idle()
+        await router.close()
+
+
+@pytest.mark.parametrize("what", ["admissions", "outputs", "failures"])
+async def test_what_the_engine_reports_of_a_request_that_was_aborted_meanwhile_is_ignored(what: str) -> None:
+    """But the blocks that it has reserved are unpinned."""
+    async with serving(DecodeService, node := make_node(FailingRunner() if what == "failures" else None)) as service:
+        handle, late = node._handler, list[StepResult]()
+        node._handler = late.append
+        router = Router(service)
+        router.send(admit("a", local_prefill=what != "admissions"))
+        await _until_reported(what, late)
+        router.send(pb.DecodeCommand(abort=pb.Abort(request_id="a")))
+        await router.all_taken()
+        for result in late:
+            handle(result)
+        await node.check_idle()
+        await router.close()
+
+
+@pytest.mark.parametrize("what", ["admissions", "outputs", "failures"])
+async def test_what_the_engine_reports_of_a_prefill_that_was_given_up_meanwhile_is_ignored(what: str) -> None:
+    async with serving(PrefillService, node := make_node(FailingRunner() if what == "failures" else None)) as service:
+        handle, late = node._handler, list[StepResult]()
+        node._handler = late.append
+        request = _prefill_request()
+        if what == "admissions":
+            request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
+        async with aclosing(service.Prefill(request, _NO_CONTEXT)) as events:
+            await anext(events)
+            await _until_reported(what, late)
+        for result in late:
+            handle(result)
+        await node.check_idle()
+
+
+async def _until_reported(what: str, results: list[StepResult]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not any(getattr(result, what) for result in results):
+            await asyncio.sleep(0)
 
 
 def _prefill_request() -> prefill_node_pb2.PrefillRequest:
