@@ -9,19 +9,30 @@ from typing import cast
 import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.rpc import Context
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import sampling_to_wire
-from kvrelay.engine.request import StepResult
+from kvrelay.core.wire import sampling_to_wire, source_to_wire
+from kvrelay.engine.request import Admission, StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
+from prefill_node import leases
 from prefill_node.service import PrefillService
-from tests.engine.fake_runner import expected_output
+from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.manual_clock import ManualClock
-from tests.node.fake_node import BrokenConnector, FailingRunner, GatedRunner, make_node, serving
-from tests.node.holders import LadderConnector
+from tests.node.fake_node import (
+    BLOCK_SIZE,
+    NAMESPACE,
+    NUM_BLOCKS,
+    BrokenConnector,
+    FailingRunner,
+    GatedRunner,
+    make_node,
+    serving,
+)
+from tests.node.holders import Holder, LadderConnector
 
 PROMPT = list(range(100, 120))
 NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
@@ -65,7 +76,7 @@ async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
     runner = GatedRunner()
     async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a")) as events:
-            assert (await anext(events)).HasField("accepted")
+            assert (await anext(events)).accepted.lease_id == "a"
             await release(service, "a")
             with pytest.raises(InvalidRequestError, match="running already"):
                 await anext(prefill(service, "a"))
@@ -143,6 +154,28 @@ async def test_an_output_that_began_elsewhere_gets_its_next_token() -> None:
         await node.check_idle()
 
 
+async def test_the_first_tokens_of_all_outputs_come_together_with_where_the_prompts_kv_is_from() -> None:
+    hub, runner = InProcessHub(), FakeRunner(NUM_BLOCKS, BLOCK_SIZE)
+    runner.pool = [[0] * BLOCK_SIZE for _ in runner.pool]  # it does not see what is fetched
+    holder = Holder(hub, "h")
+    second = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE))[1]
+    await holder.hold(Admission("a", BLOCK_SIZE, (NamedBlock(0, second, BLOCK_SIZE),)), 1)
+    node = make_node(runner, InProcessConnector(hub))
+    async with serving(PrefillService, node) as service, asyncio.timeout(PATIENCE):
+        request = prefill_request("a", PROMPT)
+        request.sampling_params.n = 3
+        request.sources.add(source=source_to_wire(holder.source), num_blocks=2)
+        for prompt in (prefill_request("before", PROMPT[: BLOCK_SIZE + 1]), request):
+            async with aclosing(service.Prefill(prompt, NO_CONTEXT)) as events:
+                [finished] = [event.finished async for event in events if event.HasField("finished")]
+        assert [first.index for first in finished.first_tokens] == [0, 1, 2]
+        assert (finished.num_cached_tokens, finished.num_fetched_tokens) == (BLOCK_SIZE, BLOCK_SIZE)
+        assert [(origin.node_id, origin.num_blocks) for origin in finished.fetches.fetched] == [("h", 1)]
+        await release(service, "before", "a")
+        await node.check_idle()
+    await holder.close()
+
+
 async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_alone() -> None:
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a")) as events:
@@ -196,9 +229,9 @@ async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proce
         idle = node.event_log.load
         stalled = replace(idle, num_requests_waiting=1)
         for sweeps in (
-            [idle] * 3,
-            [replace(stalled, num_requests_running=1)] * 3,
-            [replace(stalled, num_steps=idle.num_steps + number) for number in range(1, 4)],
+            [idle] * 12,
+            [replace(stalled, num_requests_running=1)] * 12,
+            [replace(stalled, num_steps=idle.num_steps + number) for number in range(1, 13)],
         ):
             for load in sweeps:
                 node.event_log.append([], [], load)
@@ -206,7 +239,7 @@ async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proce
         assert list(service._leases) == ["a"]
         node.event_log.append([], [], sweeps[-1])
         service._leases.sweep()
-        assert not service._leases and service._leases.counts.ended_early == 1
+        assert not service._leases and node.lease_counts.ended_early == 1
         runner.gate.clear()
         async with aclosing(prefill(service, "b", PROMPT[:10])) as events:
             assert (await anext(events)).HasField("accepted")
@@ -220,18 +253,20 @@ async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proce
 
 
 async def test_the_oldest_lease_ends_when_one_request_has_lacked_room_for_long_while_others_overtake_it() -> None:
+    """And the next one only after as long again."""
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
-        async with aclosing(prefill(service, "a")) as events:
-            async for _ in events:
-                pass
+        for lease_id in ("a", "b"):
+            async with aclosing(prefill(service, lease_id)) as events:
+                async for _ in events:
+                    pass
         idle = node.event_log.load
-        # One request lacks room, then another, and that one for long.
-        for number, arrival in enumerate([7] * 9 + [8] * 11, start=1):
-            assert list(service._leases) == ["a"]
+        # One request lacks room, then another, then one that came before both, and that one for long.
+        for number, arrival in enumerate([7] * 9 + [8] * 9 + [6] * 21, start=1):
+            assert list(service._leases) == (["a", "b"] if number <= 29 else ["b"])
             load = replace(idle, num_requests_waiting=1, num_requests_running=1, first_lacking=arrival)
             node.event_log.append([], [], replace(load, num_steps=idle.num_steps + number))
             service._leases.sweep()
-        assert not service._leases and service._leases.counts.ended_early == 1
+        assert not service._leases and node.lease_counts.ended_early == 2
         await node.check_idle()
 
 
@@ -325,6 +360,20 @@ async def test_a_lease_lasts_ten_minutes_at_most_unless_it_is_renewed() -> None:
             clock.seconds += seconds
             service._leases.sweep()
             assert list(service._leases) == left
+        await node.check_idle()
+
+
+async def test_leases_expire_without_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_SWEEP_SECONDS", 0.001)
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        request = prefill_request("a", PROMPT)
+        request.lease_ttl_ms = 20
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+            async for _ in events:
+                pass
+        while service._leases:
+            await asyncio.sleep(0.001)
+        assert node.lease_counts.expired == 1
         await node.check_idle()
 
 
