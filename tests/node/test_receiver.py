@@ -42,7 +42,7 @@ class Reception:
     async def run(self) -> FetchReport:
         async with asyncio.timeout(PATIENCE):
             report = await self.receiver.run()
-        computed = await self.node.engine_thread.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
+        computed = await self.num_computed()
         assert computed == self.admission.num_cached_tokens + report.num_tokens, "what is reported was delivered"
         memory = self.connector._require().pool.buffer.memory
         num_blocks = sum(count for _, count in report.fetched)
@@ -50,6 +50,9 @@ class Reception:
             start = block.block_id * LAYOUT.block_bytes
             assert bytes(memory[start : start + LAYOUT.block_bytes]) == content(index)
         return report
+
+    async def num_computed(self) -> int:
+        return await self.node.engine_thread.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
 
     async def told(self, *missing: int) -> None:
         """Returns when the router was told of these numbers of missing tokens."""
@@ -135,11 +138,12 @@ async def test_sources_are_asked_for_what_they_have_behind_the_blocks_that_were_
         while not case.connector.fetches:
             await asyncio.sleep(0)
         case.receiver.announce(case.p.source, 4)
-        while len(case.connector.fetches) < 2:
-            await asyncio.sleep(0)
+        while await case.num_computed() < 4 * BLOCK_SIZE:
+            assert not task.done()
         case.receiver.announce(case.p.source, 5, ended=True)
         assert await task == FetchReport(21, (("h", 1), ("p", 2)))
-        assert case.connector.fetches == [("h", 1), ("p", 1), ("p", 1)]
+        assert case.connector.fetches == [("h", 1), ("p", 1), ("p", 1)], "the store is not asked meanwhile"
+        assert case.missing == [], "nor is the router told"
 
 
 async def test_holders_are_asked_before_anything_is_announced() -> None:
