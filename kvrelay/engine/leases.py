@@ -36,7 +36,7 @@ class Leases:
         if request.role is not KVRole.PRODUCE:
             return
         lease = self._blocks.get(request.request_id)
-        if lease is not None and num_blocks > len(lease):
+        if lease is not None:
             blocks = sequence.block_table[len(lease) : num_blocks]
             self._pool.pin(blocks)
             lease.extend(blocks)

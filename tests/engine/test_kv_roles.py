@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.engine.request import KVRole
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import BLOCK_SIZE, Harness, first_tokens, move, produce, prompt_of, request
+from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, produce, prompt_of, request
 
 
 @pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 100])
@@ -185,6 +186,24 @@ def test_a_lease_keeps_published_blocks_until_it_is_released() -> None:
     assert names == 4, "the lease's four blocks are still held"
     harness.engine.release_lease("a")
     harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+def test_a_lease_keeps_the_blocks_that_took_the_place_of_those_that_its_request_computed() -> None:
+    """Two requests compute one prompt at the same time, and the second one has a block half full when the first one
+    names its own."""
+    harness = Harness(num_blocks=8, publish=True, max_num_batched_tokens=32)
+    prompt = prompt_of(20)
+    for request_id in ("a", "b"):
+        harness.engine.add(request(request_id, prompt, role=KVRole.PRODUCE))
+    harness.run()
+    assert harness.runner.num_computed_tokens == 2 * len(prompt)
+    harness.engine.release_lease("a")
+    harness.engine.add(request("other", prompt_of(32, 9), 8))  # needs all other blocks
+    harness.run()
+    names = block_hashes(NAMESPACE.root(), prompt, BLOCK_SIZE, include_partial=True)
+    assert all(harness.engine.pool.find(name) is not None for name in names)
+    harness.engine.release_lease("b")
     harness.engine.check_idle()
 
 
