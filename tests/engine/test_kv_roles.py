@@ -80,6 +80,21 @@ def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
     decode.engine.check_idle()
 
 
+def test_log_probabilities_of_a_prompt_are_not_computed_again_where_it_is_decoded() -> None:
+    prefill, decode = Harness(publish=True), Harness()
+    prompt = prompt_of(50)
+    produce(prefill, "a", prompt)
+    consumer = request("a", prompt, 8, role=KVRole.CONSUME)
+    decode.engine.add(replace(consumer, sampling=replace(consumer.sampling, prompt_logprobs=1)))
+    decode.step()
+    move(prefill, decode, decode.admission("a"), count=2)
+    decode.engine.start("a", first_tokens(prefill, "a"))
+    decode.run()
+    assert decode.runner.num_computed_tokens == 50 - 16 + 7
+    assert decode.runner.num_prompt_logprobs == 0
+    decode.engine.check_idle()
+
+
 @pytest.mark.parametrize("length", [48, 50])
 @pytest.mark.parametrize("num_arrived", [0, 2, 5])
 def test_what_does_not_arrive_is_computed_once_for_all_outputs(num_arrived: int, length: int) -> None:
@@ -142,6 +157,21 @@ def test_the_last_blocks_can_be_fetched_before_the_first_token_is_sampled(*, is_
     assert (len(sampled.outputs), sampled.progress, sampled.named) == (not is_aborted, (), ())
     harness.run()
     harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+def test_a_prompt_counts_as_far_as_it_is_written_when_the_step_completes_another_one() -> None:
+    harness = Harness(publish=True, max_num_batched_tokens=32)
+    for number, request_id in enumerate(("a", "b")):
+        harness.engine.add(request(request_id, prompt_of(20, number), role=KVRole.PRODUCE))
+    harness.step()
+    [written] = harness.results
+    assert (written.progress, len(written.named), written.outputs) == ((("a", 3), ("b", 1)), 4, ())
+    harness.run()
+    assert [progress for result in harness.results[1:] for progress in result.progress] == [("b", 3)]
+    for number, request_id in enumerate(("a", "b")):
+        assert harness.tokens[request_id, 0] == expected_output(prompt_of(20, number), 1)
+        harness.engine.release_lease(request_id)
     harness.engine.check_idle()
 
 
@@ -224,6 +254,8 @@ def test_deliver_and_start_after_an_abort_are_ignored() -> None:
     admission = harness.admission("a")
     harness.engine.abort("a")
     assert harness.engine.pool.num_free < harness.engine.pool.num_blocks, "a transfer may still write to these blocks"
+    harness.engine.deliver("a", 3)
+    harness.engine.start("a", [TokenOutput(0, (5,))])
     harness.engine.add(request("a", prompt_of(20), 2))  # another one of that id
     harness.engine.deliver("a", 3)
     harness.engine.start("a", [TokenOutput(0, (5,))])
