@@ -52,9 +52,10 @@ async def test_calls_behind_a_crash_fail_instead_of_waiting_for_ever() -> None:
     gate.set()
     async with asyncio.timeout(PATIENCE):
         await crashed.wait()
-        for call in (waiting, thread.call(lambda engine: engine.load())):
-            with pytest.raises(UnavailableError):
-                await call
+        with pytest.raises(UnavailableError):
+            await waiting
+        with pytest.raises(UnavailableError):
+            await thread.call(lambda engine: engine.load())
 
 
 async def test_calls_behind_a_stop_fail_too() -> None:
@@ -67,6 +68,18 @@ async def test_calls_behind_a_stop_fail_too() -> None:
         with pytest.raises(UnavailableError):
             await thread.call(lambda engine: engine.load())
         await stopping
+
+
+async def test_an_engine_with_nothing_to_do_waits_for_messages() -> None:
+    """Otherwise an idle node would take a core from its neighbours."""
+    loop, thread = asyncio.get_running_loop(), make(asyncio.Event())
+    thread.start()
+    begun = loop.time()
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(100):
+            await thread.call(lambda engine: None)
+        assert thread.num_turns <= 101 + (loop.time() - begun) / engine_thread._IDLE_WAIT_SECONDS
+        await thread.stop(PATIENCE)
 
 
 async def test_an_answer_never_overtakes_the_results_before_it() -> None:
