@@ -306,12 +306,14 @@ async def test_a_request_for_which_there_will_be_no_room_is_left_to_another_node
 ) -> None:
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
-        too_much = admit("a")
+        most, too_much = admit("most"), admit("a")
+        setattr(most.admit.sampling_params, field, value - 1)
         setattr(too_much.admit.sampling_params, field, value)
-        router.send(too_much)
+        router.send(too_much, most)
         event = await router.event()
         assert event.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
         assert event.failed.message == why
+        assert (await router.event()).HasField("admitted")
         await router.close()
         await node.check_idle()
 

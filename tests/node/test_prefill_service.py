@@ -326,10 +326,13 @@ async def test_a_holder_that_hangs_takes_no_more_than_its_share_of_the_time_left
         await node.check_idle()
 
 
-async def test_a_draining_node_takes_no_new_request() -> None:
+async def test_a_draining_node_takes_no_new_request_nor_does_one_that_has_crashed() -> None:
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
         await node.drain()
         with pytest.raises(UnavailableError, match="is draining"):
+            await anext(prefill(service, "a"))
+        node.crashed.set()  # perhaps its engine hangs, and would never answer
+        with pytest.raises(UnavailableError, match="has crashed"):
             await anext(prefill(service, "a"))
         assert not service._leases and not node.activity
 
