@@ -259,13 +259,15 @@ def test_prompt_logprobs_cover_the_whole_prompt_despite_cache_and_chunks() -> No
 
 
 def test_prompt_logprobs_that_were_reported_are_not_computed_again_after_preemption() -> None:
-    harness = Harness(num_blocks=10)
+    asking, plain = Harness(num_blocks=10), Harness(num_blocks=10)
     for i in range(4):
-        asked = request(str(i), prompt_of(9, i), 30)
-        harness.engine.add(replace(asked, sampling=replace(asked.sampling, prompt_logprobs=1)))
-    harness.run()
-    assert harness.engine.load().num_preemptions > 0
-    assert harness.runner.num_prompt_logprobs == 4 * 8
+        item = request(str(i), prompt_of(9, i), 30, n=2)
+        plain.engine.add(item)
+        asking.engine.add(replace(item, sampling=replace(item.sampling, prompt_logprobs=1)))
+    plain.run()
+    asking.run()
+    found = asking.engine.load().num_preemptions > 0, asking.runner.num_prompt_logprobs
+    assert (*found, asking.runner.num_computed_tokens) == (True, 4 * 8, plain.runner.num_computed_tokens)
 
 
 def test_aborts_in_every_state_leave_nothing() -> None:

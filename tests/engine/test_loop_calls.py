@@ -37,6 +37,8 @@ async def test_what_can_wait_waits_for_an_interval_at_most() -> None:
             ran.clear()
             calls.add(ran.set, can_wait=True)
             await ran.wait()
+        while calls._timer is not None:  # without calls there is no further interval, in which an idle loop would wake
+            await asyncio.sleep(0)
 
 
 async def test_without_an_interval_nothing_waits() -> None:

@@ -38,6 +38,7 @@ def test_leases_that_are_not_renewed_expire() -> None:
     clock.seconds += 9
     leases.sweep()
     assert ended == ["b", "a"]
+    assert leases.counts.expired == 2
 
 
 async def test_closing_ends_the_leases_that_are_left() -> None:
