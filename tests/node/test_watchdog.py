@@ -72,8 +72,10 @@ async def test_an_idle_engine_does_not_hang() -> None:
     node = make_node()
     NodeServer(node, service := DecodeService(node))
     service.start()
+    node.watch_steps(PATIENCE)
     before = node.engine_thread.num_turns
     async with asyncio.timeout(PATIENCE):
         while node.engine_thread.num_turns < before + 2:
             await asyncio.sleep(0.05)
+    assert not node.crashed.is_set()
     await node.close()
