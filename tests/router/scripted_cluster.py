@@ -76,6 +76,7 @@ async def cluster(
     max_concurrent_requests: int = 100,
     max_attempts: int = 3,
     node_wait: float = PATIENCE,
+    node_timeout: float = PATIENCE,
     silence: float = 5.0,
     core_table: str = "",
 ) -> AsyncIterator[Cluster]:
@@ -91,7 +92,7 @@ async def cluster(
             max_attempts=max_attempts,
             node_wait=node_wait,
             lease_ttl=lease_ttl,
-            node_timeout=PATIENCE,
+            node_timeout=node_timeout,
         )
         placer = Placer(registry, PrefixAware(local_prefill_max_tokens), limits)
         relay = ClusterRelay(registry, placer, limits, RecoveryMetrics("m", collectors))

@@ -169,6 +169,7 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
         self.release_failures: list[KVRelayError] = []
         self.renewal_failures: list[KVRelayError] = []
         self.forgotten: set[str] = set()  # leases of which the node says that it does not know them
+        self.num_unanswered = 0  # of the next calls about leases
 
     def attach(self, server: grpc.aio.Server) -> None:
         super().attach(server)
@@ -190,6 +191,7 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
     async def RenewLeases(
         self, request: prefill_node_pb2.RenewLeasesRequest, context: object
     ) -> prefill_node_pb2.RenewLeasesResponse:
+        await self._hold_up()
         if self.renewal_failures:
             raise self.renewal_failures.pop()
         self.renewed.put_nowait(tuple(request.lease_ids))
@@ -200,10 +202,17 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
     async def ReleaseLeases(
         self, request: prefill_node_pb2.ReleaseLeasesRequest, context: object
     ) -> prefill_node_pb2.ReleaseLeasesResponse:
+        await self._hold_up()
         if self.release_failures:
             raise self.release_failures.pop()
         self.released.put_nowait(tuple(request.lease_ids))
         return prefill_node_pb2.ReleaseLeasesResponse()
+
+    async def _hold_up(self) -> None:
+        """Returns at once, or never if the call is to stay unanswered: then its caller's deadline ends it."""
+        if self.num_unanswered:
+            self.num_unanswered -= 1
+            await asyncio.Event().wait()
 
 
 class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):

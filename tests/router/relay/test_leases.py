@@ -1,4 +1,5 @@
-"""Leases: what a failed renewal changes, what an answer that a lease is gone, and what the log says of a lost node."""
+"""Leases: what a renewal or a release changes that fails or is not answered, what an answer that a lease is gone, and
+what the log says of a lost node."""
 
 import asyncio
 from contextlib import aclosing
@@ -6,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from kvrelay.core.errors import UnavailableError
-from tests.router.routed import a_request, give_up, take
+from tests.router.routed import a_request, give_up, opened, take
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import soon, until
 
@@ -29,6 +30,28 @@ async def test_a_renewal_that_fails_is_tried_again() -> None:
         assert await soon(nodes.prefill.renewed) == ("lease",)
         assert not nodes.prefill.renewal_failures
         await give_up(first)
+
+
+async def test_a_renewal_that_is_not_answered_is_given_up_before_the_lease_ends() -> None:
+    """Otherwise it would hold up those that follow, of all leases at the node."""
+    async with cluster(lease_ttl=0.15) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        nodes.prefill.num_unanswered = 1
+        first = asyncio.create_task(take(events))
+        (await soon(nodes.prefill.calls)).accept("lease")
+        assert await soon(nodes.prefill.renewed) == ("lease",)
+        assert not nodes.prefill.num_unanswered
+        await give_up(first)
+
+
+async def test_a_release_that_is_not_answered_is_tried_again() -> None:
+    async with cluster(node_timeout=1.0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        nodes.prefill.num_unanswered = 1
+        first, call, _ = await opened(nodes, events)
+        call.publish(1)
+        await nodes.decode.pull()  # so that the lease is known
+        await give_up(first)
+        assert await soon(nodes.prefill.released) == ("lease",)
+        assert not nodes.prefill.num_unanswered
 
 
 async def test_a_lease_that_its_node_has_forgotten_is_renewed_no_more() -> None:
