@@ -5,10 +5,14 @@ import asyncio
 from collections.abc import Collection
 from random import Random
 
+import pytest
+
+from kvrelay.core.errors import UnavailableError
 from kvrelay.core.node_report import NOTHING_FETCHED
 from router.nodes.links import Links
+from router.nodes.node import NodeState
 from tests.manual_clock import ManualClock
-from tests.router.routed import LAST, a_request, assert_idle, collected, fetched
+from tests.router.routed import LAST, a_request, assert_idle, collected, fetched, give_up
 from tests.router.scripted_cluster import Cluster, cluster
 from tests.router.scripted_nodes import PrefillCall, soon, token, until
 
@@ -113,3 +117,86 @@ async def test_a_decode_node_that_was_restarted_is_reached_anew() -> None:
         await nodes.decode.stop()
         await nodes.decode.start_again(epoch=2)
         await until(lambda: nodes.registry.decode[0].links.broken() == [])
+
+
+async def test_a_prefill_node_that_was_restarted_is_tried_at_once() -> None:
+    async with cluster() as nodes:
+        watched(nodes)
+        for _ in range(3):
+            await served(nodes, broken={"prefill-0"})
+        assert await served(nodes, broken={}) == ["decode-0"]
+        await nodes.prefill.stop()
+        await nodes.prefill.start_again(epoch=2)
+        [node] = nodes.registry.prefill
+        await until(lambda: node.state is NodeState.LIVE and node.source.epoch == 2)
+        assert await served(nodes, broken={}) == ["prefill-0"]
+
+
+async def missed(nodes: Cluster) -> str:
+    """Returns the name of a request at decode-0, to which nothing of what prefill-0 has published gets."""
+    wire_id = (await nodes.decode.admit()).request_id
+    name, call = await asked(nodes)
+    assert name == "prefill-0"
+    call.finish(token(7))
+    await nodes.decode.started()
+    call.end()
+    assert (await nodes.decode.pull()).ended
+    nodes.decode.kv_missing(wire_id, 10)
+    return wire_id
+
+
+async def test_a_decode_node_that_has_found_the_blocks_elsewhere_says_nothing_of_a_link() -> None:
+    async with cluster() as nodes:
+        watched(nodes)
+        for _ in range(3):
+            client = asyncio.create_task(collected(nodes, a_request()))
+            wire_id = (await nodes.decode.admit()).request_id
+            _, call = await asked(nodes)
+            call.finish(token(7))
+            await nodes.decode.started()
+            nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("decode-1", 3)))
+            nodes.decode.tokens(wire_id, LAST)
+            assert LAST in await client
+        assert nodes.registry.decode[0].links.broken() == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_refill_that_fails_before_it_sends_or_is_not_needed_says_nothing_of_its_link(fails: bool) -> None:
+    async with cluster(num_prefill_nodes=2) as nodes:
+        watched(nodes)
+        for number in range(3):
+            nodes.prefills[1].update(number + 1, num_queued_tokens=5000)  # so that it is the second choice
+            await until(lambda: nodes.registry.prefill[1].load.num_queued_tokens > 0)
+            client = asyncio.create_task(collected(nodes, a_request()))
+            wire_id = await missed(nodes)
+            if fails:
+                (await soon(nodes.prefills[1].calls)).end(UnavailableError("died"))
+                assert (await nodes.decode.pull()).ended
+                nodes.decode.kv_ready(wire_id, fetched=0, recomputed=10, fetches=fetched(num_missing=3))
+            else:
+                assert (await asked(nodes))[0] == "prefill-1"
+                nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("decode-1", 3)))
+            nodes.decode.tokens(wire_id, LAST)
+            assert LAST in await client
+        assert nodes.registry.decode[0].links.broken() == [nodes.registry.prefill[0].source]
+
+
+@pytest.mark.parametrize("by_refill", [True, False])
+async def test_a_trial_whose_client_leaves_makes_room_for_another(by_refill: bool) -> None:
+    async with cluster(num_prefill_nodes=2) as nodes:
+        clock = watched(nodes)
+        links = nodes.registry.decode[0].links
+        tried = nodes.registry.prefill[1 if by_refill else 0].source
+        for _ in range(3):
+            links.begin(tried, "decode-0").settle(NOTHING_FETCHED, lacks_blocks=True)
+        clock.seconds += 0.5
+        client = asyncio.create_task(collected(nodes, a_request()))
+        if by_refill:
+            await missed(nodes)
+        else:
+            await nodes.decode.admit()
+        assert (await asked(nodes))[0] == tried.node_id
+        assert links.broken() == [tried]
+        await give_up(client)
+        assert links.broken() == []
+        assert_idle(nodes)
