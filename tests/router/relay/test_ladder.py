@@ -21,9 +21,18 @@ from router.relay.attempt import RefillEvent
 from router.relay.prefill_client import PrefillFinished
 from router.request import KVOrigins, RequestEvent
 from tests.manual_clock import ManualClock
-from tests.router.routed import LAST, PROMPT, a_request, assert_idle, fetched, opened, take, take_trace
+from tests.router.routed import LAST, PROMPT, a_request, assert_idle, fetched, give_up, opened, take, take_trace
 from tests.router.scripted_cluster import Cluster, cluster
-from tests.router.scripted_nodes import BLOCK_SIZE, NAMESPACE, PrefillCall, ScriptedNode, soon, token, until
+from tests.router.scripted_nodes import (
+    BLOCK_SIZE,
+    NAMESPACE,
+    PrefillCall,
+    ScriptedNode,
+    ScriptedPrefill,
+    soon,
+    token,
+    until,
+)
 
 NAMES = list(block_hashes(NAMESPACE.root(cache_salt=b""), PROMPT, BLOCK_SIZE, include_partial=True))
 
@@ -264,14 +273,18 @@ async def test_without_another_node_or_for_a_few_tokens_the_decode_node_computes
         assert all(node.calls.empty() for node in nodes.prefills)
 
 
+async def publish_to_the_store_alone(nodes: Cluster, node: ScriptedPrefill) -> None:
+    node.endpoint = ""
+    await node.stop()
+    await node.start_again(epoch=2)
+    handle = nodes.registry.prefill[nodes.prefills.index(node)]
+    await until(lambda: handle.state is NodeState.LIVE and handle.source.epoch == 2)
+
+
 async def test_what_the_store_alone_did_not_bring_is_computed_by_the_decode_node() -> None:
     async with cluster(num_prefill_nodes=2) as nodes:
         for node in nodes.prefills:
-            node.endpoint = ""
-            await node.stop()
-            await node.start_again(epoch=2)
-        handles = nodes.registry.prefill
-        await until(lambda: all(node.state is NodeState.LIVE and node.source.epoch == 2 for node in handles))
+            await publish_to_the_store_alone(nodes, node)
         async with aclosing(nodes.relay.run(a_request())) as events:
             following, wire_id = await published(nodes, events)
             nodes.decode.kv_missing(wire_id, 10)
@@ -281,6 +294,17 @@ async def test_what_the_store_alone_did_not_bring_is_computed_by_the_decode_node
             assert await following == LAST
             assert (await take_trace(events)).kv.num_recomputed_tokens == 10
             assert all(node.calls.empty() for node in nodes.prefills)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_refill_may_bring_what_the_store_did_not_if_one_of_the_two_nodes_sends_by_itself(number: int) -> None:
+    async with cluster(num_prefill_nodes=2) as nodes:
+        await publish_to_the_store_alone(nodes, nodes.prefills[number])
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            following, wire_id = await published(nodes, events)
+            nodes.decode.kv_missing(wire_id, 10)
+            await refill_call(nodes, wire_id)
+            await give_up(following)
 
 
 async def test_closing_ends_the_refill_and_both_leases() -> None:

@@ -259,6 +259,24 @@ async def test_a_prefill_node_that_was_lost_is_no_last_resort() -> None:
         assert await first == token(7, finish=FinishReason.STOP)
 
 
+async def test_a_prefill_node_that_was_lost_is_not_asked_for_a_refill() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        call.end(UnavailableError("out of luck"))
+        assert await nodes.decode.aborted() == wire_id
+        admit = await nodes.decode.admit()
+        again = await soon(nodes.prefills[1].calls)
+        again.finish(token(7))
+        again.end()
+        assert await first == token(7)
+        await nodes.decode.started()
+        following = asyncio.create_task(take(events))
+        assert (await nodes.decode.pull()).ended
+        nodes.decode.kv_missing(admit.request_id, 10)
+        assert (await nodes.decode.pull()).final, "no other node lives"
+        await give_up(following)
+
+
 async def test_a_decode_node_that_comes_back_is_used_again_when_no_other_lives() -> None:
     """The node's stream breaks, but the node does not end."""
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
