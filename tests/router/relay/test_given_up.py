@@ -6,6 +6,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import GivenUpError, UnavailableError
 from kvrelay.core.outputs import FinishReason
 from router.nodes.node import NodeState
@@ -61,6 +62,23 @@ async def test_the_number_of_nodes_that_end_is_bounded(max_attempts: int) -> Non
             with pytest.raises(GivenUpError, match=f"after {1 + max_attempts} losses of a decode node that"):
                 await first
         assert_idle(nodes)
+
+
+async def test_the_last_node_lost_may_have_ended_though_the_router_has_not_heard_of_it() -> None:
+    """Nothing more is placed meanwhile."""
+    async with cluster(num_decode_nodes=2, max_attempts=0, local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request())) as events:
+            first = asyncio.create_task(take(events))
+            node = await next_decode(nodes)
+            wire_id = (await node.admit()).request_id
+            run = nodes.relay._running["r"]
+            run._shares[0].backoff = Backoff(first=60.0)
+            node.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+            await until(lambda: run._shares[0].wait is not None)
+            await node.stop()
+            await node.start_again(epoch=2)
+            with pytest.raises(GivenUpError):
+                await first
 
 
 async def test_a_request_that_has_lost_too_many_nodes_goes_on_when_one_of_them_has_not_ended() -> None:

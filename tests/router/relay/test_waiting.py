@@ -6,8 +6,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
+import grpc
 import pytest
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import DeadlineError, UnavailableError
 from kvrelay.core.outputs import FinishReason
 from router.nodes.node import NodeState
@@ -43,6 +45,22 @@ async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) ->
         assert await next_event == token(8, finish=FinishReason.STOP)
         assert (await take_trace(events)).num_migrations == 1
         assert_idle(nodes)
+
+
+async def test_a_node_that_was_lost_is_not_tried_again_at_once() -> None:
+    """It answers, and may fail the request as fast as it gets it."""
+    async with cluster(num_prefill_nodes=0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first = asyncio.create_task(take(events))
+        wire_id = (await nodes.decode.admit()).request_id
+        run = nodes.relay._running["r"]
+        run._shares[0].backoff = Backoff(first=60.0)
+        nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+        await until(lambda: run._shares[0].wait is not None)
+        assert nodes.decode.commands.empty()
+        run.on_decode_node_live()
+        last = token(7, finish=FinishReason.STOP)
+        say(nodes.decode, (await nodes.decode.admit()).request_id, last)
+        assert await first == last
 
 
 async def test_a_request_that_waited_is_not_placed_again_when_more_nodes_come() -> None:
