@@ -235,6 +235,7 @@ async def test_a_restart_ends_an_ejection() -> None:
             node.outlier.failed(KVRelayError("internal error"))
         await nodes.decode.stop()
         await until(lambda: node.state is NodeState.LOST)
+        assert nodes.registry.state_of(node) is NodeState.LOST, "its ejection says nothing any more"
         nodes.decode.epoch = 2
         nodes.decode.update(0, reset=True)
         await nodes.decode.start()

@@ -376,6 +376,18 @@ async def test_a_node_that_cannot_be_reached_keeps_no_router_waiting_that_can_se
         assert registry.can_serve() and registry.prefill[0].state is NodeState.CONNECTING
 
 
+async def test_a_node_that_has_described_itself_is_waited_for_until_it_is_live() -> None:
+    decode, slow = ScriptedDecode(), ScriptedPrefill()
+    slow.updates.get_nowait()
+    async with registered(decode, slow, silence=PATIENCE) as registry:
+        waiting = asyncio.create_task(registry.wait_settled())
+        await until(lambda: registry.can_serve())
+        await asyncio.wait({waiting}, timeout=0.1)
+        assert not waiting.done() or registry.prefill[0].complaint, "as on a busy machine, where it may not be reached"
+        slow.update(0, reset=True)
+        await asyncio.wait_for(waiting, PATIENCE)
+
+
 async def test_an_address_listed_twice_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="listed twice"):
         Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)
