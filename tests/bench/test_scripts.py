@@ -74,7 +74,8 @@ def test_decode_step(capsys: Capture) -> None:
 def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "steps.json"
     step_overhead.main([tiny, "--batch", "1", "3", "--steps", "2", "--prompt-len", "8", "--json-file", str(path)])
-    check(capsys.readouterr().out, "Python here and now: ", "| model | batch | schedule ms |", "| tiny | 1 |", "| tiny | 3 |")
+    shown = capsys.readouterr().out
+    check(shown, "Python here and now: ", "| model | batch | schedule ms |", "| tiny | 1 |", "| tiny | 3 |")
     for row in json.loads(path.read_text()):
         assert all(row[part] > 0 for part in ("schedule", "inputs", "forward", "sampling", "results"))
 
