@@ -24,11 +24,15 @@ def test_beside_decodes_the_decode_node_computes_prompts_itself(model: Path, dir
         streams = [pool.submit(cluster.router.tokens, [20 + i], 700) for i in range(NUM_STREAMS)]
         assert load_when(cluster.node_address("decode-0"), lambda load: load.num_requests_decoding > 0)
         prefill_nodes: list[str] = []
+        beside: list[tuple[list[int], list[int]]] = []  # prompts and their outputs
         while "" not in prefill_nodes and not all(stream.done() for stream in streams):
-            beside = some_token_ids(300, seed=1 + len(prefill_nodes))
-            response = cluster.router.generate(beside, NUM_TOKENS)
+            prompt = some_token_ids(300, seed=1 + len(beside))
+            response = cluster.router.generate(prompt, NUM_TOKENS)
             prefill_nodes.append(response.trace.prefill_node)
-            assert list(response.outputs[0].token_ids) == oracle.tokens(beside, NUM_TOKENS)
+            beside.append((prompt, list(response.outputs[0].token_ids)))
         assert "" in prefill_nodes
-        for i, stream in enumerate(streams):
-            assert stream.result() == oracle.tokens([20 + i], 700)
+        outputs = [stream.result() for stream in streams]  # first: the oracle takes the cores that they decode on
+        for prompt, output in beside:
+            assert output == oracle.tokens(prompt, NUM_TOKENS)
+        for i, output in enumerate(outputs):
+            assert output == oracle.tokens([20 + i], 700)
