@@ -62,7 +62,7 @@ class CircuitBreaker:
         self._failures += 1
         if self._retry_at is not None and attempt is not self._trial:
             return  # admitted before the breaker opened
-        if self._retry_at is None and self._failures < self._threshold:
+        if self._failures < self._threshold:
             return
         wait = self._backoff.next()
         _logger.warning("%s failed %d times in a row; left alone for %.1f s", self._name, self._failures, wait)

@@ -45,7 +45,7 @@ class StepsInFlight:
     def release(self, block_ids: SequenceOf[int]) -> None:
         """Releases blocks like `BlockPool.release`, but keeps them pinned until every step launched so far is
         collected."""
-        if self._steps and block_ids:
+        if self._steps:
             self._pool.pin(block_ids)
             self._steps[-1].pinned.append(block_ids)
         self._pool.release(block_ids)

@@ -265,7 +265,7 @@ class KVSource(google.protobuf.message.Message):
     node_id: builtins.str
     epoch: builtins.int
     endpoint: builtins.str
-    """what the node's connector gave out; opaque to the router"""
+    """where its connector is asked; empty if its blocks are in the store alone"""
     def __init__(
         self,
         *,
