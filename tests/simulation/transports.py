@@ -80,42 +80,40 @@ class Transports:
 
     def _reader(self, name: str, host: str, address: str) -> InProcessConnector:
         is_apart = partial(self.is_apart, address)
-        reader: InProcessConnector
-        if name == SAME_HOST:
-            reader = _OnHost(self._hubs[host], is_apart, self.clock, self.copy)
+        if name == SAME_HOST:  # containers may have a /dev/shm each
+            reader = _Reader(self._hubs[host], is_apart, self.clock, self.copy, waits=False)
         else:
-            reader = _OverNetwork(
+            reader = _Reader(
                 self._hubs[ANY_HOST],
                 lambda endpoint: self.is_silent(endpoint) or is_apart(endpoint),
                 self.clock,
                 self.copy,
+                waits=True,
             )
         reader.name = name
         return reader
 
 
-class _OnHost(InProcessConnector):
-    """A connector that reads the pools of its host that it finds (containers may have a /dev/shm each)."""
+class _Reader(InProcessConnector):
+    """A connector that reads the pools that it reaches. It `waits` in vain for what it does not reach, as over a
+    network, or knows at once that it is not there."""
 
-    def __init__(self, hub: InProcessHub, is_absent: Callable[[str], bool], clock: Clock, copy: DamagingCopy) -> None:
+    def __init__(
+        self,
+        hub: InProcessHub,
+        is_out_of_reach: Callable[[str], bool],
+        clock: Clock,
+        copy: DamagingCopy,
+        *,
+        waits: bool,
+    ) -> None:
         super().__init__(hub, clock=clock, copy=copy)
-        self._is_absent = is_absent
+        self._is_out_of_reach = is_out_of_reach
+        self._waits = waits
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
-        if source is not None and self._is_absent(source.endpoint):
-            return (FetchOutcome.FAILED,) * len(blocks)
-        return await super().fetch(source, blocks, timeout=timeout)
-
-
-class _OverNetwork(InProcessConnector):
-    """A connector that reads the pools of any host, as long as something comes from there."""
-
-    def __init__(self, hub: InProcessHub, is_silent: Callable[[str], bool], clock: Clock, copy: DamagingCopy) -> None:
-        super().__init__(hub, clock=clock, copy=copy)
-        self._is_silent = is_silent
-
-    async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
-        if source is not None and self._is_silent(source.endpoint):
-            await asyncio.sleep(timeout)
+        if source is not None and self._is_out_of_reach(source.endpoint):
+            if self._waits:
+                await asyncio.sleep(timeout)
             return (FetchOutcome.FAILED,) * len(blocks)
         return await super().fetch(source, blocks, timeout=timeout)
