@@ -70,18 +70,20 @@ class _FlowControl(FlowControl):
             super().resume_reading()
 
 
-def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Makes an answer one for a client of HTTP/1.0, which must not be sent chunks (RFC 9112, 6.1): a body without a
-    length ends with the connection."""
-    send = cycle.send
-    cycle.chunked_encoding = False
+class _WithoutChunks(RequestResponseCycle):
+    """An answer to a client of HTTP/1.0, which must not be sent chunks (RFC 9112, 6.1): a body without a length ends
+    with the connection. A cycle that uvicorn has made becomes one."""
 
-    async def send_plainly(message: Any) -> None:
+    @classmethod
+    def make(cls, cycle: RequestResponseCycle) -> None:
+        # Not a function in the place of `send`, which would keep the cycle until a collection of garbage.
+        cycle.__class__ = cls
+        cycle.chunked_encoding = False
+
+    async def send(self, message: Any) -> None:
         if message["type"] == "http.response.body":
-            cycle.expected_content_length += len(message["body"])  # uvicorn sends only what it expects
-        await send(message)
-
-    cycle.send = send_plainly  # type: ignore[method-assign]
+            self.expected_content_length += len(message["body"])  # uvicorn sends only what it expects
+        await super().send(message)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -133,7 +135,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            _send_without_chunks(self.cycle)
+            _WithoutChunks.make(self.cycle)
         while self._unanswered and self._unanswered[0].response_complete:
             self._unanswered.popleft()
         self._unanswered.append(self.cycle)

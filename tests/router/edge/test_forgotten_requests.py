@@ -10,6 +10,7 @@ from typing import cast
 
 import grpc
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.rpc import ErrorInterceptor, channel_options, serve_insecure, server_options
@@ -70,6 +71,26 @@ async def test_a_connection_that_its_client_has_reset_is_forgotten(gateway: Gate
     writer.close()
     own = writer.get_extra_info("sockname")
     await until(lambda: not any(type(found) is BoundedHttp and found.client == own for found in gc.get_objects()))
+
+
+async def test_an_answer_to_a_client_of_http_1_0_is_forgotten(gateway: Gateway) -> None:
+    body = json.dumps(COMPLETION).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+        % (len(body), body)
+    )
+    assert b'"usage"' in await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    await until(
+        lambda: (
+            not any(
+                RequestResponseCycle in type(found).__mro__ and found.scope["http_version"] == "1.0"
+                for found in gc.get_objects()
+            )
+        )
+    )
 
 
 async def test_a_grpc_stream_that_has_failed_is_forgotten(relay: ScriptedRelay) -> None:
