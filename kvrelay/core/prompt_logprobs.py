@@ -47,10 +47,16 @@ class PromptLogprobs:
     def of_bytes(
         cls, token_ids: bytes, logprobs: bytes, ranks: bytes, top_token_ids: bytes, top_logprobs: bytes
     ) -> "PromptLogprobs":
-        """Returns those in these columns of uint32 and float32."""
-        return cls(
+        """Returns those in these columns of uint32 and float32. Raises ValueError if they do not belong together."""
+        found = cls(
             _integers(token_ids), _floats(logprobs), _integers(ranks), _integers(top_token_ids), _floats(top_logprobs)
         )
+        num_top = len(found.top_token_ids)
+        if not (len(found) == len(found.logprobs) == len(found.ranks) and num_top == len(found.top_logprobs)):
+            raise ValueError("columns of different lengths")
+        if num_top % max(1, len(found)):
+            raise ValueError("not all tokens have equally many most likely ones")
+        return found
 
     def extend(self, others: "PromptLogprobs") -> None:
         """Adds those of the tokens that follow."""

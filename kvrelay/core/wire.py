@@ -1,6 +1,7 @@
 """Our values to protobuf and back, for the messages that router and nodes exchange."""
 
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import HeldBlocks, KVSource
 from kvrelay.core.node_report import (
     ConnectorCounters,
@@ -110,9 +111,13 @@ def prompt_logprobs_to_wire(found: PromptLogprobs) -> common_pb2.PromptLogprobs:
 
 
 def prompt_logprobs_from_wire(message: common_pb2.PromptLogprobs) -> PromptLogprobs:
-    return PromptLogprobs.of_bytes(
-        message.token_ids, message.logprobs, message.ranks, message.top_token_ids, message.top_logprobs
-    )
+    """Raises KVRelayError if the message is none that a node of ours sends."""
+    try:
+        return PromptLogprobs.of_bytes(
+            message.token_ids, message.logprobs, message.ranks, message.top_token_ids, message.top_logprobs
+        )
+    except ValueError as failure:
+        raise KVRelayError(f"the node's log-probabilities of the prompt are damaged: {failure}") from None
 
 
 def output_to_wire(output: TokenOutput) -> common_pb2.TokenOutput:

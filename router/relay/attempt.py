@@ -103,7 +103,7 @@ class Attempt:
     """One attempt: the owner calls `open`, then `take` with each event that the sink is given, then `close`.
 
     `wire_id` names the attempt at the nodes and is never used twice. `unfinished` has the indices of the outputs that
-    the client still waits for."""
+    the client still waits for. `time_left` returns the seconds that the request has left."""
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class Attempt:
         tally: Tally,
         *,
         place_refill: PlaceRefill,
+        time_left: Callable[[], float],
     ) -> None:
         self.closed = False
         self.unfinished = set(node_request.choices)
@@ -128,7 +129,7 @@ class Attempt:
         self._tally = tally
         self._place_refill = place_refill
         self._sink: Callable[[AttemptEvent], None] = _ignore
-        self._timeout = 0.0
+        self._time_left = time_left
         self._refill: Refill | None = None
         self._delivery: Delivery | None = None  # of P's blocks to D
         self._session: DecodeSession | None = None
@@ -140,11 +141,10 @@ class Attempt:
         self._told: set[int] = set()  # outputs that D was told to end before their end
         self._decode_is_done = False
 
-    def open(self, sink: Callable[[AttemptEvent], None], *, timeout: float) -> None:
-        """Sends the request to the nodes, whose events go to `sink` from now on. `timeout`: seconds that the request
-        has left."""
+    def open(self, sink: Callable[[AttemptEvent], None]) -> None:
+        """Sends the request to the nodes, whose events go to `sink` from now on."""
         self._sink = sink
-        self._timeout = timeout
+        timeout = self._time_left()
         self._charge.begin()
         self._session = self._decode.client.open(self._wire_id, sink)
         self._decode.node.num_sequences += self._node_request.sampling.n  # from now on, `close` takes it back
@@ -306,7 +306,7 @@ class Attempt:
         delivery = self._decode.node.links.begin(placement.source, self.decode_node)
         wire_id = f"{self._wire_id}.refill"
         self._refill = Refill(self._node_request, wire_id, placement, self._session, delivery, self._tally)
-        self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._timeout)
+        self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._time_left())
 
     def _refill_placement(self, num_missing_tokens: int) -> PrefillPlacement | None:
         """Returns the attempt's only refill, or None if there was one already or no other node would help."""

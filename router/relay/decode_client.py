@@ -116,7 +116,11 @@ class _Stream:
         sink = self._sinks.get(message.request_id)
         if sink is None:
             return  # the session was closed while this event was under way
-        event = _event_from_wire(message)
+        try:
+            event = _event_from_wire(message)
+        except KVRelayError as failure:  # an answer that breaks the protocol: the node has still to be told to abort
+            sink(DecodeFailed(failure))
+            return
         if event is None:
             return
         if isinstance(event, DecodeFailed):
@@ -227,7 +231,7 @@ class DecodeClient:
 
 
 def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
-    """Returns None for an event of a newer protocol."""
+    """Returns None for an event of a newer protocol. Raises KVRelayError for one that breaks the protocol."""
     match message.WhichOneof("event"):
         case "tokens":
             return output_from_wire(message.tokens)

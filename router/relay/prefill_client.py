@@ -187,6 +187,8 @@ class PrefillClient:
             raise
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
+        except KVRelayError as failure:  # an answer that breaks the protocol
+            error = failure
         except TimeoutError:
             error = DeadlineError(f"prefill node {self._address} did not publish all blocks in time")
         sink(PrefillEnded(error))

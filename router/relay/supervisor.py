@@ -309,14 +309,19 @@ class RequestSupervisor:
         suffix = f".{self._num_attempts}" if self._num_attempts else ""
         self._num_attempts += 1
         wire_id = f"{self._wire_id}{suffix}"
-        attempt = share.attempt = Attempt(node_request, wire_id, placement, self._tally, place_refill=self._refill)
+        attempt = share.attempt = Attempt(
+            node_request, wire_id, placement, self._tally, place_refill=self._refill, time_left=self._time_left
+        )
         nodes = [node.source.node_id for node in (placement.prefill, placement.decode) if node is not None]
         _logger.debug("request %s: placed at %s", wire_id, " and ".join(nodes))
 
         def sink(event: AttemptEvent) -> None:
             self._inbox.put_nowait(partial(self._on_event, share, attempt, event))
 
-        attempt.open(sink, timeout=max(0.0, self._began_at + self._request.timeout - self._clock.now()))
+        attempt.open(sink)
+
+    def _time_left(self) -> float:
+        return max(0.0, self._began_at + self._request.timeout - self._clock.now())
 
     def _refill(
         self, node_request: NodeRequest, source: KVSource, *, reader: NodeHandle, num_missing_tokens: int

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 
 from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, FetchReport, NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
@@ -63,6 +64,24 @@ def test_log_probabilities_of_a_prompt_survive_the_wire(num_top: int) -> None:
     for given in (entries, []):
         message = prompt_logprobs_to_wire(PromptLogprobs.of(given))
         assert list(prompt_logprobs_from_wire(message)) == given
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"token_ids": bytes(7)},
+        {"logprobs": bytes(4)},
+        {"ranks": bytes(12)},
+        {"top_logprobs": bytes(12)},
+        {"top_token_ids": bytes(12), "top_logprobs": bytes(12)},
+    ],
+)
+def test_damaged_log_probabilities_of_a_prompt_are_an_error_of_ours(columns: dict[str, bytes]) -> None:
+    message = prompt_logprobs_to_wire(PromptLogprobs.of([TokenLogprobs(5, -0.5, 3, ((7, -0.125),))] * 2))
+    for name, column in columns.items():
+        setattr(message, name, column)
+    with pytest.raises(KVRelayError, match="log-probabilities of the prompt are damaged"):
+        prompt_logprobs_from_wire(message)
 
 
 def test_log_probabilities_of_a_long_prompt_take_no_more_calls_than_those_of_a_short_one() -> None:

@@ -142,6 +142,7 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
         following, wire_id = await published(nodes, events)
         nodes.decode.kv_missing(wire_id, 10)
         call = await refill_call(nodes, wire_id)
+        assert call.request.timeout_ms < 60_000, "what is left of the request's time"
         assert nodes.registry.prefill[1].num_queued_tokens == 10
         nodes.decode.kv_missing(wire_id, 10)  # asked again meanwhile: the answer is on its way
         call.publish(2)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.wire import prompt_logprobs_to_wire
@@ -225,6 +225,35 @@ async def test_prompt_logprobs_that_came_before_the_loss_are_not_sent_twice() ->
             assert not admit.sampling_params.HasField("prompt_logprobs")
             nodes.decodes[1].tokens(admit.request_id, token(7, finish=FinishReason.STOP))
             assert await next_event == token(7, finish=FinishReason.STOP)
+
+
+DAMAGED = common_pb2.PromptLogprobs(token_ids=bytes(3))
+
+
+async def test_an_answer_of_a_prefill_node_that_breaks_the_protocol_has_its_prompt_computed_elsewhere() -> None:
+    async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        first, call, wire_id = await opened(nodes, events)
+        wire_token = common_pb2.TokenOutput(token_ids=[7], stop_token_id=-1)
+        finished = prefill_node_pb2.PrefillFinished(first_tokens=[wire_token], prompt_logprobs=DAMAGED)
+        call.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
+        assert await nodes.decode.aborted() == wire_id
+        assert await soon(nodes.prefill.released) == ("lease",)
+        (await soon(nodes.prefills[1].calls)).finish(token(8, finish=FinishReason.STOP))
+        assert await first == token(8, finish=FinishReason.STOP)
+
+
+async def test_an_answer_of_a_decode_node_that_breaks_the_protocol_ends_its_own_request_only() -> None:
+    async with cluster(local_prefill_max_tokens=64) as nodes:
+        async with aclosing(nodes.relay.run(a_request("bad"))) as bad, aclosing(nodes.relay.run(a_request())) as good:
+            waiting = [asyncio.create_task(take(bad)), asyncio.create_task(take(good))]
+            admits = [await nodes.decode.admit() for _ in waiting]
+            broken, other = (admit.request_id for admit in admits)
+            nodes.decode.send(decode_node_pb2.DecodeEvent(request_id=broken, prompt_logprobs=DAMAGED))
+            with pytest.raises(KVRelayError, match="log-probabilities of the prompt are damaged"):
+                await waiting[0]
+            assert await nodes.decode.aborted() == broken
+            nodes.decode.tokens(other, token(7, finish=FinishReason.STOP))
+            assert await waiting[1] == token(7, finish=FinishReason.STOP)
 
 
 async def test_another_prefill_node_is_tried_before_the_decode_node_prefills() -> None:
