@@ -46,17 +46,22 @@ async def read_json_body(request: Request, max_bytes: int, *, seconds: float = B
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise HTTPException(415, f"the body must not be compressed: send it without content-encoding {encoding[:100]}")
+    too_large = HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes")
     body = bytearray()
     chunks = aiter(request.stream())
     due = asyncio.get_running_loop().time() + seconds
     try:
+        if int(request.headers.get("content-length", 0)) > max_bytes:
+            if request.headers.get("expect", "").lower() != "100-continue":  # such a client waits with the body
+                await _drain(chunks)
+            raise too_large
         async with asyncio.timeout_at(due) as deadline:
             async for chunk in chunks:
                 if len(body) + len(chunk) > max_bytes:
                     body.clear()
                     deadline.reschedule(None)  # draining has a limit of its own
                     await _drain(chunks)
-                    raise HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes")
+                    raise too_large
                 body += chunk
                 deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
     except ClientDisconnect:

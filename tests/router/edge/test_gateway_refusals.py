@@ -237,14 +237,26 @@ async def test_a_client_that_sends_all_of_too_long_a_body_before_it_reads_gets_t
     writer.close()
 
 
+async def test_a_client_that_asks_before_it_sends_too_long_a_body_is_refused_without_it(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_exchange, "DRAIN_SECONDS", 2 * PATIENCE)
+    for length, answer in ((1 << 20, b"100 Continue"), ((1 << 20) + 1, b"413")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % length)
+        assert (await asyncio.wait_for(reader.readline(), PATIENCE)).startswith(b"HTTP/1.1 " + answer)
+        writer.close()
+
+
 async def test_too_long_a_body_that_does_not_go_on_is_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_exchange, "DRAIN_SECONDS", 0.1)
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(HEAD + b"content-length: %d\r\n\r\n" % (4 << 20) + bytes(2 << 20))
-    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 413")
-    writer.close()
+    for start in (b"content-length: %d\r\n\r\n" % (4 << 20), b"transfer-encoding: chunked\r\n\r\n200000\r\n"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(HEAD + start + bytes(2 << 20))
+        assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 413")
+        writer.close()
 
 
 async def test_an_endless_body_is_cut_off_while_reading(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
