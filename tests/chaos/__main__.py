@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.chaos.nodes import CONNECTORS
 from tests.chaos.report import Report
-from tests.chaos.run import Plan, run_chaos, run_rolling_restart, run_storm
+from tests.chaos.run import Plan, run_chaos, run_rolling_restart, run_soak, run_storm
 
 _logger = logging.getLogger("chaos")
 
@@ -23,11 +23,14 @@ _logger = logging.getLogger("chaos")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--connector", choices=CONNECTORS, help="run only this connector (default: all in turn)")
-    parser.add_argument("--seconds", type=float, default=180.0, help="duration of the faults, per connector (180)")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="duration per connector, but not of the storm or restarts (180)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="decides requests and faults (1)")
     parser.add_argument("--streams", type=int, default=10, help="concurrent clients (10)")
     parser.add_argument("--storm", type=int, default=0, help="instead of faults: so many requests whose clients leave")
     parser.add_argument("--rolling-restart", action="store_true", help="instead of faults: restart every node in turn")
+    parser.add_argument("--soak", action="store_true", help="instead of faults: watch what all processes hold")
     parser.add_argument("--keep-logs", action="store_true", help="keep the logs of the processes even when all is well")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -46,6 +49,8 @@ def _run(connector: str, options: argparse.Namespace) -> Report:
         report = asyncio.run(run_storm(plan, options.storm, directory))
     elif options.rolling_restart:
         report = asyncio.run(run_rolling_restart(plan, directory))
+    elif options.soak:
+        report = asyncio.run(run_soak(plan, directory))
     else:
         report = asyncio.run(run_chaos(plan, directory))
     _logger.info("%s", report.readable())

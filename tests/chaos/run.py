@@ -15,6 +15,7 @@ from tests.chaos.load import Load, undisturbed
 from tests.chaos.nodes import ChaosCluster, Setup, chaos_cluster
 from tests.chaos.report import Report
 from tests.chaos.rolling import rolling_restart
+from tests.chaos.soak import growth, leaks, soak
 from tests.chaos.storm import TOLERANCE_BYTES, Storm
 from tests.chaos.streams import Answer, Ask
 from tests.chaos.verdict import Verdict
@@ -26,6 +27,7 @@ from tests.redis_server import RedisServer
 _logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 10.0
 _IDLE_SECONDS = 60.0
+_SOAK_TOKENS = 32  # of an output at most: what leaks, leaks with every request
 _OWN_FAULTS = (" ERROR ", " CRITICAL ", "Traceback")
 
 
@@ -94,6 +96,18 @@ async def run_storm(plan: Plan, num_requests: int, directory: Path) -> Report:
         report.growth = await storm.run(num_requests)
         report.problems += [f"{name} has grown" for name, grown in report.growth.items() if grown > TOLERANCE_BYTES]
         note(storm, report)
+    return report
+
+
+async def run_soak(plan: Plan, directory: Path) -> Report:
+    """Runs load without faults, and measures by how much every process grows during the second half of it."""
+    report = Report("soak", plan.connector, plan.seed)
+    async with stage(directory, report, max_tokens=_SOAK_TOKENS) as on:
+        load = on.load(seed=plan.seed, aborts=plan.aborts)
+        async with under_load(load, plan.num_streams):
+            looks = await soak(on.cluster, plan.seconds)
+        report.growth, report.problems = growth(looks), leaks(looks)
+        note(load, report)
     return report
 
 

@@ -1,15 +1,18 @@
 """The tools of these tests: a judge that finds no error, or a proxy that cannot be cut, would prove nothing."""
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
 from tests.chaos.faults import OF_REDIS, Kind, faults
 from tests.chaos.proxy import Proxy
+from tests.chaos.soak import Holdings, growth, leaks
 from tests.chaos.streams import Answer
 from tests.chaos.verdict import Verdict, judge
 
@@ -72,6 +75,20 @@ def test_a_seed_decides_the_faults(with_redis: bool) -> None:
     kinds = set(Kind) if with_redis else set(Kind) - set(OF_REDIS)
     first = islice(faults(1, with_redis=with_redis, most_after=1.0, most_seconds=5.0), len(kinds))
     assert Counter(fault.kind for fault in first) == dict.fromkeys(kinds, 1)
+
+
+def test_what_a_process_holds_more_in_the_second_half_of_a_soak_is_a_leak() -> None:
+    own = Holdings.of(os.getpid())
+    assert own.memory > 1 << 20 and own.files > 2 and own.threads >= 1
+    filled = replace(own, memory=own.memory + (64 << 20), files=own.files + 100, threads=own.threads + 100)
+    assert leaks([{"router": own}, {"router": filled}, {"router": filled}]) == []
+    assert growth([{"router": own}, {"router": filled}, {"router": filled}]) == {"router": 0}
+    for change in ({"memory": filled.memory}, {"files": filled.files}, {"threads": filled.threads}):
+        grown = replace(own, **change)
+        assert (
+            len(leaks([{"router": own, "node": own}, {"router": own, "node": own}, {"router": own, "node": grown}]))
+            == 1
+        )
 
 
 @pytest.fixture
