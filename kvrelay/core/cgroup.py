@@ -1,4 +1,5 @@
-"""What a container or a service manager lets this process use (Linux; cgroup v2, and of v1 the quotas of CPU time).
+"""What a container or a service manager lets this process use of the machine's cores and memory (Linux; cgroup v2 and
+v1).
 
 The limits of a cgroup hold for all that is in it. So those of this process are those of its own cgroup and of all
 around that. In a container its own one usually looks like the root.
@@ -12,20 +13,22 @@ from pathlib import Path
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def cgroup_folders(root: Path = Path("/sys/fs/cgroup"), membership: Path = _MEMBERSHIP) -> list[Path]:
-    """Returns the folders of this process's cgroup and of those around it, innermost first."""
+def folders_v2(root: Path = Path("/sys/fs/cgroup"), membership: Path = _MEMBERSHIP) -> list[Path]:
+    """Returns the folders of this process's cgroup of v2 and of those around it, innermost first."""
     own = next((line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/")), "")
     return _folders(root, own)
 
 
-def cpu_folders_v1(membership: Path = _MEMBERSHIP, mounts: Path = Path("/proc/self/mountinfo")) -> list[Path]:
-    """Returns the same for the cgroup that v1 has for CPU time; nothing where v1 does not limit it."""
+def folders_v1(
+    controller: str, membership: Path = _MEMBERSHIP, mounts: Path = Path("/proc/self/mountinfo")
+) -> list[Path]:
+    """Returns the same for the cgroup that v1 has for `controller`, "cpu" or "memory"; nothing where v1 has none."""
     groups = (line.split(":", 2) for line in _lines(membership))
-    own = next((path for _, controllers, path in groups if "cpu" in controllers.split(",")), "/")
+    own = next((path for _, controllers, path in groups if controller in controllers.split(",")), "/")
     for line in _lines(mounts):  # ID PARENT DEVICE ROOT FOLDER OPTIONS ... - TYPE SOURCE CONTROLLERS
         mount, _, file_system = line.partition(" - ")
         fields = file_system.split(" ")
-        if fields[0] == "cgroup" and "cpu" in fields[-1].split(","):
+        if fields[0] == "cgroup" and controller in fields[-1].split(","):
             root, folder = mount.split(" ")[3:5]
             visible = Path(own).relative_to(root) if Path(own).is_relative_to(root) else Path()
             return _folders(Path(folder), str(visible))
@@ -35,11 +38,32 @@ def cpu_folders_v1(membership: Path = _MEMBERSHIP, mounts: Path = Path("/proc/se
 def available_cores(cgroups: Sequence[Path] | None = None) -> int:
     """Returns how many cores this process may use by its affinity and by the quotas of its cgroups."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    for folder in (*cgroup_folders(), *cpu_folders_v1()) if cgroups is None else cgroups:
+    for folder in (*folders_v2(), *folders_v1("cpu")) if cgroups is None else cgroups:
         limit, period = _quota(folder)
         if limit > 0:
             cores = min(cores, max(1, limit // period))
     return cores
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Sequence[Path] | None = None) -> int:
+    """Returns the bytes of RAM that can be had now: those that are free or hold cached files, such as the checkpoint
+    that was just read, and no more than the limits of the container or service leave, if it has some."""
+    free = 1024 * _numbers(meminfo)["MemAvailable:"]
+    for folder in (*folders_v2(), *folders_v1("memory")) if cgroups is None else cgroups:
+        for most, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # v1
+        ):
+            limit = folder / most
+            if limit.is_file() and (limit_bytes := limit.read_text().strip()) != "max":
+                taken = int((folder / used).read_text()) - _numbers(folder / "memory.stat")[cached]
+                free = min(free, max(0, int(limit_bytes) - taken))
+    return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Returns the numbers of a kernel's file with a name and a number on each line."""
+    return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
 
 
 def _lines(path: Path) -> list[str]:

@@ -4,11 +4,8 @@ Invariant: a pool has room for at least one sequence of the greatest length allo
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from kvrelay.core.cgroup import cgroup_folders
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.engine.options import EngineOptions
@@ -24,23 +21,6 @@ class PoolSize:
 
     num_blocks: int
     max_model_len: int
-
-
-def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Sequence[Path] | None = None) -> int:
-    """Returns the bytes of RAM that can be had now: those that are free or hold cached files, such as the checkpoint
-    that was just read, and no more than the limits of the container or service leave, if it has some."""
-    free = 1024 * _numbers(meminfo)["MemAvailable:"]
-    for cgroup in cgroup_folders() if cgroups is None else cgroups:
-        limit = cgroup / "memory.max"
-        if limit.is_file() and (most := limit.read_text().strip()) != "max":
-            used = int((cgroup / "memory.current").read_text()) - _numbers(cgroup / "memory.stat")["inactive_file"]
-            free = min(free, max(0, int(most) - used))
-    return free
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Returns the numbers of a kernel's file with a name and a number on each line."""
-    return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
 
 
 def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:

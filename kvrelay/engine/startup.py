@@ -18,7 +18,7 @@ from paged_kernels.registry import BackendUnavailableError, select_backend
 from torch import Tensor
 
 from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.cgroup import available_cores
+from kvrelay.core.cgroup import available_cores, free_memory
 from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv_layout import KVLayout
@@ -34,7 +34,7 @@ from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
-from kvrelay.engine.pool_size import PoolSize, free_memory, size_pool
+from kvrelay.engine.pool_size import PoolSize, size_pool
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampling.sampler import Sampler
 from kvrelay.engine.scheduler import SchedulerConfig

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.core.cgroup import available_cores, cgroup_folders, cpu_folders_v1
+from kvrelay.core.cgroup import available_cores, folders_v1, folders_v2, free_memory
+
+GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -23,8 +25,8 @@ def test_the_limits_of_the_own_cgroup_and_of_all_around_it_hold(
     tmp_path: Path, membership: str, folders: list[str]
 ) -> None:
     (tmp_path / "cgroup").write_text(membership)
-    assert cgroup_folders(tmp_path, tmp_path / "cgroup") == [tmp_path / folder for folder in folders]
-    assert cgroup_folders(tmp_path, tmp_path / "nothing") == [tmp_path]
+    assert folders_v2(tmp_path, tmp_path / "cgroup") == [tmp_path / folder for folder in folders]
+    assert folders_v2(tmp_path, tmp_path / "nothing") == [tmp_path]
 
 
 @pytest.mark.parametrize(
@@ -44,28 +46,30 @@ MOUNTS = """\
 31 23 0:28 / {sys}/unified rw - cgroup2 cgroup2 rw
 32 23 0:29 / {sys}/cpuset rw shared:9 - cgroup cgroup rw,cpuset
 33 23 0:30 {root} {sys}/cpu,cpuacct rw,nosuid shared:10 master:2 - cgroup cgroup rw,cpu,cpuacct
+34 23 0:31 {root} {sys}/memory rw,nosuid shared:11 master:2 - cgroup cgroup rw,memory
 """
 
 
 @pytest.mark.parametrize(
     ("membership", "root", "folders"),
     [
-        ("4:cpuacct,cpu:/system.slice/a.service\n0::/\n", "/", ["system.slice/a.service", "system.slice", "."]),
-        ("4:cpu,cpuacct:/docker/1234\n", "/docker/1234", ["."]),  # a container of Docker
-        ("4:cpu,cpuacct:/docker/1234/a:b\n", "/docker/1234", ["a:b", "."]),
-        ("4:cpu,cpuacct:/\n", "/docker/1234", ["."]),  # a namespace of cgroups that is younger than the mount
-        ("4:cpu,cpuacct:/../../other\n", "/", ["."]),
+        ("4:{}:/system.slice/a.service\n0::/\n", "/", ["system.slice/a.service", "system.slice", "."]),
+        ("4:{}:/docker/1234\n", "/docker/1234", ["."]),  # a container of Docker
+        ("4:{}:/docker/1234/a:b\n", "/docker/1234", ["a:b", "."]),
+        ("4:{}:/\n", "/docker/1234", ["."]),  # a namespace of cgroups that is younger than the mount
+        ("4:{}:/../../other\n", "/", ["."]),
         ("5:cpuset:/a\n", "/", ["."]),
     ],
 )
-def test_version_1_limits_cpu_time_in_a_hierarchy_of_its_own(
+def test_version_1_limits_cpu_time_and_memory_in_hierarchies_of_their_own(
     tmp_path: Path, membership: str, root: str, folders: list[str]
 ) -> None:
-    (tmp_path / "cgroup").write_text(membership)
     (tmp_path / "mounts").write_text(MOUNTS.format(sys=tmp_path, root=root))
-    found = [tmp_path / "cpu,cpuacct" / folder for folder in folders]
-    assert cpu_folders_v1(tmp_path / "cgroup", tmp_path / "mounts") == found
-    assert cpu_folders_v1(tmp_path / "cgroup", tmp_path / "nothing") == []
+    for controller, hierarchy in (("cpu", "cpu,cpuacct"), ("memory", "memory")):
+        (tmp_path / "cgroup").write_text(membership.format(hierarchy))
+        found = [tmp_path / hierarchy / folder for folder in folders]
+        assert folders_v1(controller, tmp_path / "cgroup", tmp_path / "mounts") == found
+        assert folders_v1(controller, tmp_path / "cgroup", tmp_path / "nothing") == []
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,28 @@ def test_the_smallest_quota_of_version_1_limits_the_cores(
 
 def test_no_more_cores_are_available_than_the_process_may_use() -> None:
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_memory_that_holds_cached_files_counts_as_free(tmp_path: Path) -> None:
+    """Otherwise a node that starts again, with its checkpoint still in the cache, would get a smaller pool."""
+    (tmp_path / "meminfo").write_text("MemTotal: 67108864 kB\nMemFree: 524288 kB\nMemAvailable: 33554432 kB\n")
+    assert free_memory(tmp_path / "meminfo", [tmp_path]) == 32 * GIB
+    assert free_memory() > 0
+
+
+def test_a_container_has_no_more_memory_than_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 33554432 kB\n")
+    (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}\n")
+    for limit, free in ((f"{8 * GIB}", 6 * GIB), (f"{GIB}", 0), ("max", 32 * GIB)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert free_memory(tmp_path / "meminfo", [tmp_path]) == free
+
+
+def test_so_it_is_in_version_1(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 33554432 kB\n")
+    (tmp_path / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"cache {GIB}\ninactive_file 0\ntotal_inactive_file {GIB}\n")
+    for limit, free in ((8 * GIB, 6 * GIB), (GIB, 0), (2**63 - 4096, 32 * GIB)):
+        (tmp_path / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        assert free_memory(tmp_path / "meminfo", [tmp_path]) == free
