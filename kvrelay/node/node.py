@@ -88,12 +88,13 @@ class Node:
         self.lease_counts = LeaseCounts()
         self.draining = False
         self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
-        self._publisher = Publisher(connector, self._unpin)
+        outages = Outages(loop.time)
+        self._publisher = Publisher(connector, self._unpin, outages)
         self._reception = ReceptionContext(
             connector,
             self.engine_thread,
             Absences(loop.time),
-            Outages(loop.time),
+            outages,
             block_size=engine.config.block_size,
             fetch_timeout=fetch_timeout,
             patience=2 * fetch_timeout,

@@ -5,7 +5,6 @@ unpinned only after that.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +12,10 @@ from functools import partial
 from kv_connector.base import KVConnector
 from kvrelay.core.errors import KVError
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 
-_logger = logging.getLogger(__name__)
-
+_OUTAGE = "publishing"
 
 Notify = Callable[[bool], None]
 """Hears whether the blocks that were enqueued with it are published, or the connector has failed."""
@@ -30,14 +29,15 @@ class _Batch:
 
 class Publisher:
     """A task that drains a queue of blocks. If the connector fails, peers do not find those blocks, and the callbacks
-    hear of it, in the same order. `unpin` gets the ids of blocks that were offered to the connector."""
+    hear of it, in the same order. `unpin` gets the ids of blocks that were offered to the connector; `outages` logs that
+    it fails, and that it works again."""
 
-    def __init__(self, connector: KVConnector, unpin: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, connector: KVConnector, unpin: Callable[[Sequence[int]], None], outages: Outages) -> None:
         self._connector = connector
         self._unpin = unpin
+        self._outages = outages
         self._queue: asyncio.Queue[_Batch] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
-        self._num_unpublished = 0  # since the connector last succeeded
 
     def start(self, on_failure: Callable[[BaseException], None]) -> None:
         """Starts the task. `on_failure` is called when an unforeseen error has ended it, after which nothing is
@@ -80,14 +80,10 @@ class Publisher:
         try:
             await self._connector.publish(list(dict.fromkeys(blocks)))  # requests with one prefix offer the same
         except KVError as error:
-            if not self._num_unpublished:  # a store that is down fails at every step
-                _logger.warning("%d blocks are not published: %s; not logged again while it fails", len(blocks), error)
-            self._num_unpublished += len(blocks)
+            self._outages.failed(_OUTAGE, "%d blocks are not published: %s", len(blocks), error)
             return False
         else:
-            if self._num_unpublished:
-                _logger.info("blocks are published again; %d were not", self._num_unpublished)
-            self._num_unpublished = 0
+            self._outages.succeeded(_OUTAGE)
             return True
         finally:
             self._unpin([block.block_id for block in blocks])

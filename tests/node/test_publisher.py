@@ -9,11 +9,17 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.outages import Outages
 from kvrelay.node.publisher import Publisher
+from tests.manual_clock import ManualClock
 from tests.node.fake_node import make_node
 
 BLOCKS = [NamedBlock(block_id, BlockHash(bytes([block_id]) * 32), 8) for block_id in range(3)]
 PATIENCE = 10.0
+
+
+def an_outage_log() -> Outages:
+    return Outages(asyncio.get_running_loop().time)
 
 
 class FailingConnector(InProcessConnector):
@@ -30,7 +36,7 @@ async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
     unpinned: list[int] = []
     told: list[tuple[int, bool]] = []
     connector = FailingConnector(KVError("not reachable"))
-    publisher = Publisher(connector, unpinned.extend)
+    publisher = Publisher(connector, unpinned.extend, an_outage_log())
     publisher.start(lambda error: pytest.fail(str(error)))
     for block in BLOCKS:
         publisher.enqueue([block], [lambda published, block_id=block.block_id: told.append((block_id, published))])  # type: ignore[misc]
@@ -50,18 +56,20 @@ async def test_a_connector_that_keeps_failing_is_logged_once_and_so_is_its_retur
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It fails at every step, many times a second, and a store may be down for hours."""
-    caplog.set_level("INFO", "kvrelay.node.publisher")
+    caplog.set_level("INFO", "kvrelay.core.outages")
+    clock = ManualClock()
     connector = FailingConnector(KVError("not reachable"))
-    publisher = Publisher(connector, list[int]().extend)
+    publisher = Publisher(connector, list[int]().extend, Outages(clock.now))
     publisher.start(lambda error: pytest.fail(str(error)))
     async with asyncio.timeout(PATIENCE):
         for error in (KVError("not reachable"), KVError("timed out"), None, None):
             connector.error = error
+            clock.seconds += 20.0
             publisher.enqueue(BLOCKS)
             await publisher.drain()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "3 blocks are not published: not reachable; not logged again while it fails"),
-        ("INFO", "blocks are published again; 6 were not"),
+        ("INFO", "publishing works again; it failed 2 times"),
     ]
     await publisher.close()
 
@@ -83,7 +91,7 @@ class HangingConnector(InProcessConnector):
 async def test_blocks_that_wait_for_a_slow_store_are_published_together() -> None:
     """All of them cost one timeout. With one for each step, readers would wait for many."""
     connector, unpinned = HangingConnector(), list[int]()
-    publisher = Publisher(connector, unpinned.extend)
+    publisher = Publisher(connector, unpinned.extend, an_outage_log())
     publisher.start(lambda error: pytest.fail(str(error)))
     publisher.enqueue(BLOCKS[:1])
     await asyncio.sleep(0)
@@ -100,7 +108,7 @@ async def test_blocks_that_wait_for_a_slow_store_are_published_together() -> Non
 async def test_a_block_that_several_requests_offer_is_published_once_and_unpinned_as_often() -> None:
     """Every request offers the blocks that it has found; a store that lacks them would be sent each as often."""
     connector, unpinned = HangingConnector(), list[int]()
-    publisher = Publisher(connector, unpinned.extend)
+    publisher = Publisher(connector, unpinned.extend, an_outage_log())
     publisher.start(lambda error: pytest.fail(str(error)))
     publisher.enqueue([*BLOCKS[:2], *BLOCKS])
     await asyncio.sleep(0)
@@ -116,7 +124,7 @@ async def test_a_block_that_several_requests_offer_is_published_once_and_unpinne
 async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
     unpinned: list[int] = []
     failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-    publisher = Publisher(FailingConnector(RuntimeError("a fault of ours")), unpinned.extend)
+    publisher = Publisher(FailingConnector(RuntimeError("a fault of ours")), unpinned.extend, an_outage_log())
     publisher.start(failed.set_result)
     publisher.enqueue(BLOCKS[:2])
     publisher.enqueue(BLOCKS[2:])
@@ -128,7 +136,7 @@ async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
 
 async def test_closing_publishes_nothing_more_and_unpins_what_waits() -> None:
     connector, unpinned = HangingConnector(), list[int]()
-    publisher = Publisher(connector, unpinned.extend)
+    publisher = Publisher(connector, unpinned.extend, an_outage_log())
     publisher.start(lambda error: pytest.fail(str(error)))
     publisher.enqueue(BLOCKS[:1])
     await asyncio.sleep(0)
