@@ -29,8 +29,8 @@ class _Batch:
 
 class Publisher:
     """A task that drains a queue of blocks. If the connector fails, peers do not find those blocks, and the callbacks
-    hear of it, in the same order. `unpin` gets the ids of blocks that were offered to the connector; `outages` logs that
-    it fails, and that it works again."""
+    hear of it, in the same order. `unpin` gets the ids of blocks that were offered to the connector; `outages` logs
+    that it fails, and that it works again."""
 
     def __init__(self, connector: KVConnector, unpin: Callable[[Sequence[int]], None], outages: Outages) -> None:
         self._connector = connector

@@ -115,8 +115,6 @@ class RequestValidator:
             room_for_output(len(prompt.token_ids), model.max_model_len, field=field)  # before the values are checked
             token_ids = prompt.token_ids[:]  # a list is read faster than protobuf's container
         elif isinstance(prompt, TextPrompt):
-            if not prompt.text:
-                raise InvalidRequestError(f"{field} must not be empty", field=field)
             _check_chars(prompt.text, field, model)
             token_ids = await self._tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
         else:
@@ -131,7 +129,7 @@ class RequestValidator:
             _check_chars(text, field, model)
             token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
         if not token_ids:
-            raise InvalidRequestError(f"{field} has no tokens", field=field)
+            raise InvalidRequestError(f"{field} must not be empty: it has no tokens", field=field)
         check_token_ids(token_ids, model.vocab_size, field=field)  # a tokenizer may know more tokens than its model
         return token_ids
 

@@ -31,7 +31,9 @@ def test_more_outputs_than_a_node_runs_at_a_time_are_refused_by_name(cluster: Cl
 @pytest.mark.parametrize(
     ("path", "sent", "status", "says"),
     [
-        pytest.param(COMPLETIONS, body(prompt=""), 400, "prompt must not be empty", id="empty prompt"),
+        pytest.param(
+            COMPLETIONS, body(prompt="", add_special_tokens=False), 400, "prompt must not be empty", id="empty prompt"
+        ),
         pytest.param(COMPLETIONS, body(prompt=[]), 400, "prompt must not be empty", id="no prompt tokens"),
         pytest.param(COMPLETIONS, "{}", 400, "prompt is required", id="no prompt"),
         pytest.param(COMPLETIONS, body(prompt=[9] * 5000), 400, "4096", id="over-long prompt"),
@@ -69,7 +71,7 @@ def test_http_refuses_what_cannot_be_served_and_goes_on(
 @pytest.mark.parametrize(
     ("request_message", "code", "says"),
     [
-        pytest.param(grpc_request("", 4), "INVALID_ARGUMENT", "prompt must not be empty", id="empty prompt"),
+        pytest.param(grpc_request([], 4), "INVALID_ARGUMENT", "prompt_token_ids must not be empty", id="empty prompt"),
         pytest.param(router_pb2.GenerateRequest(), "INVALID_ARGUMENT", "is required", id="no prompt"),
         pytest.param(grpc_request([9] * 5000, 4), "INVALID_ARGUMENT", "4096", id="over-long prompt"),
         pytest.param(grpc_request("x " * (1 << 20), 4), "INVALID_ARGUMENT", "4096", id="2 MB of prompt"),

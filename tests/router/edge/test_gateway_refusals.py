@@ -18,9 +18,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whol
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"prompt": ""}, "prompt"),
+        ({"prompt": "", "add_special_tokens": False}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [""], "add_special_tokens": False}, "prompt"),
         ({"prompt": [1, "two"]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": {"text": "x"}}, "prompt"),

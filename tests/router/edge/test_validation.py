@@ -45,6 +45,10 @@ async def test_text_gets_the_model_s_special_tokens_and_chat_its_template(relay:
     assert relay.tokenizer.decode(chat, skip_special_tokens=False) == "<user>hello\n<assistant>"
 
 
+async def test_an_empty_text_is_the_token_that_the_tokenizer_puts_before_a_text(relay: ScriptedRelay) -> None:
+    assert (await routed(relay, ClientRequest(TextPrompt(""), SamplingParams()))).prompt_token_ids == (0,)
+
+
 async def test_what_the_client_leaves_out_has_its_default(relay: ScriptedRelay) -> None:
     completion = await routed(relay, ClientRequest(TEXT, SamplingParams()))
     chat = await routed(relay, ClientRequest(CHAT, SamplingParams()))
@@ -86,7 +90,7 @@ async def test_what_the_client_gave_is_kept(relay: ScriptedRelay) -> None:
 @pytest.mark.parametrize(
     ("client", "field", "words"),
     [
-        (ClientRequest(TextPrompt(""), SamplingParams()), "prompt", ["empty"]),
+        (ClientRequest(TextPrompt("", add_special_tokens=False), SamplingParams()), "prompt", ["empty"]),
         (ClientRequest(TextPrompt("", False), SamplingParams()), "prompt", ["empty"]),
         (ClientRequest(TokenPrompt([]), SamplingParams()), "prompt", ["no tokens"]),
         (ClientRequest(ChatPrompt([]), SamplingParams()), "messages", ["empty"]),
