@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import grpc
 
@@ -67,18 +67,20 @@ class PrefillEnded:
     error: KVRelayError | None
 
 
+_Call: TypeAlias = "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillEvent]"
 PrefillEvent = PrefillAccepted | PrefillProgress | PrefillFinished | PrefillEnded
 Sink = Callable[[PrefillEvent], None]
 
 
 class PrefillSession:
-    """One request on a prefill node: its stream and its lease. All methods return at once."""
+    """One request on a prefill node: its stream, until `has_ended`, and its lease. All methods return at once."""
 
-    def __init__(self, client: "PrefillClient") -> None:
+    def __init__(self, client: "PrefillClient", call: _Call) -> None:
+        self.has_ended = False
         self._client = client
+        self._call: _Call | None = call
         self._lease_id: str | None = None
         self._released = False
-        self.task: asyncio.Task[None] | None = None
 
     @property
     def has_lease(self) -> bool:
@@ -97,11 +99,17 @@ class PrefillSession:
         if self._lease_id is not None:
             self._client.release(self._lease_id)
 
+    def end(self) -> None:
+        """Ends the session's events, and cancels the prefill if it is under way. Idempotent."""
+        self.has_ended = True
+        if self._call is not None:
+            # Not the task that reads it: gRPC loses the memory of a message that has come and is not read any more.
+            self._call.cancel()
+            self._call = None  # it has the prompt
+
     def close(self) -> None:
-        """Ends the session's events, cancels the prefill if it is under way, and releases the lease. Idempotent."""
-        if self.task is not None:
-            self.task.cancel()
-            self.task = None  # it refers to this session, and the prompt would stay until a collection of garbage
+        """Does what `end` does, and releases the lease. Idempotent."""
+        self.end()
         self.release()
 
 
@@ -116,7 +124,7 @@ class PrefillClient:
         self._held: set[str] = set()
         self._heartbeat: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._streams: dict[asyncio.Task[None], Sink] = {}
+        self._streams: dict[PrefillSession, Sink] = {}  # that have not ended
 
     def prefill(
         self,
@@ -141,18 +149,18 @@ class PrefillClient:
             first_choice_index=node_request.first_choice_index,
             timeout_ms=max(1, round(timeout * 1000)),
         )
-        session = PrefillSession(self)
-        session.task = self._spawn(self._stream(session, message, timeout, sink), name=f"prefill {wire_id}")
-        self._streams[session.task] = sink
-        session.task.add_done_callback(lambda task: self._streams.pop(task, None))
+        call = self._stub.Prefill(message, timeout=timeout)
+        session = PrefillSession(self, call)
+        self._streams[session] = sink
+        self._spawn(self._stream(session, call, wire_id, sink), name=f"prefill {wire_id}")
         return session
 
     def lose(self, error: KVRelayError) -> None:
         """Ends all streams with `error` at once, because the node is lost although they have not broken."""
         streams, self._streams = self._streams, {}
-        for task, sink in streams.items():
-            if not task.done() and not task.cancelling():
-                task.cancel()
+        for session, sink in streams.items():
+            if not session.has_ended:
+                session.end()
                 sink(PrefillEnded(error))
 
     def hold(self, lease_id: str) -> None:
@@ -174,16 +182,17 @@ class PrefillClient:
             await asyncio.wait(self._tasks, timeout=self._timeout)
         await end_tasks(*self._tasks, self._heartbeat)
 
-    async def _stream(self, session: PrefillSession, message: pb.PrefillRequest, timeout: float, sink: Sink) -> None:
+    async def _stream(self, session: PrefillSession, call: _Call, wire_id: str, sink: Sink) -> None:
         error: KVRelayError | None = None
         try:
-            async with aclosing(self._events(session, message, timeout)) as events:
+            async with aclosing(self._events(session, call)) as events:
                 async for event in events:
-                    sink(event)
+                    if not session.has_ended:
+                        sink(event)
         except asyncio.CancelledError:
             # The node may have finished and granted a lease of which we have not heard yet; its id is the request's.
             if not session.has_lease:
-                session.granted(message.request_id)
+                session.granted(wire_id)
             raise
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
@@ -191,12 +200,14 @@ class PrefillClient:
             error = failure
         except TimeoutError:
             error = DeadlineError(f"prefill node {self._address} did not publish all blocks in time")
-        sink(PrefillEnded(error))
+        finally:
+            self._streams.pop(session, None)
+        if not session.has_ended:
+            sink(PrefillEnded(error))
 
     async def _events(
-        self, session: PrefillSession, message: pb.PrefillRequest, timeout: float
+        self, session: PrefillSession, call: _Call
     ) -> AsyncGenerator[PrefillAccepted | PrefillProgress | PrefillFinished, None]:
-        call = self._stub.Prefill(message, timeout=timeout)
         events = aiter(call)
         patience: float | None = None
         try:

@@ -1,0 +1,41 @@
+"""The router's streams from a prefill node, without the rest of the router."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from kvrelay.core.errors import UnavailableError
+from kvrelay.core.sampling_params import SamplingParams
+from router.relay.prefill_client import PrefillAccepted, PrefillClient, PrefillEnded, PrefillEvent
+from router.request import NodeRequest
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon
+
+REQUEST = NodeRequest((5, 6, 7), SamplingParams(seed=1), NAMESPACE, 0, b"", 0, 0, is_replay=False)
+
+
+@pytest.mark.parametrize("node_is_lost", [False, True])
+async def test_a_stream_is_ended_by_its_call_and_what_reads_it_reads_on(node_is_lost: bool) -> None:
+    """If the task that reads were cancelled, gRPC would lose the memory of a message that has just come: a hundred
+    bytes for each request, for ever."""
+    node = ScriptedPrefill()
+    await node.start()
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
+        events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
+        session = client.prefill("one", REQUEST, (), timeout=PATIENCE, sink=events.put_nowait)
+        call = await soon(node.calls)
+        call.accept()
+        assert await soon(events) == PrefillAccepted()
+        [reading] = client._tasks
+        call.publish(1)
+        if node_is_lost:
+            client.lose(UnavailableError("it is silent"))
+            assert isinstance(events.get_nowait(), PrefillEnded)
+        session.close()
+        assert not reading.done() and not reading.cancelling()
+        await asyncio.wait({reading}, timeout=PATIENCE)
+        assert reading.cancelled() and events.empty()
+        assert await soon(node.released) == ("lease",)
+        await client.close()
+    await node.stop()
