@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import uvloop
 
@@ -24,7 +24,7 @@ from kvrelay.node.settings import NodeSettings
 from kvrelay.node.startup import build_node
 
 _logger = logging.getLogger(__name__)
-_CLOSE_SECONDS = 30.0  # after a crash
+_CLOSE_SECONDS = 30.0  # far more than closing takes unless something hangs
 
 
 class _ThreadLeftError(Exception):
@@ -66,9 +66,10 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
         crashed = await first_of(signals.stop.wait(), node.crashed.wait()) == 1
         if not crashed:
             _logger.info("draining for at most %g s", settings.drain_timeout)
-            await first_of(server.drain(settings.drain_timeout), signals.hurry.wait())
+            draining = server.drain(settings.drain_timeout)
+            crashed = await first_of(draining, signals.hurry.wait(), node.crashed.wait()) == 2
     finally:
-        with _exits_after(_CLOSE_SECONDS) if crashed else nullcontext():
+        with _exits_after(_CLOSE_SECONDS):
             await server.close()
     status = 1 if crashed else 0
     if node.engine_thread.is_alive:
@@ -82,7 +83,7 @@ def _exits_after(seconds: float) -> Iterator[None]:
     nothing that it was given, and closing waits for it, on the loop, too."""
 
     def give_up() -> None:
-        _logger.critical("ended without closing: the device does not answer")
+        _logger.critical("ended without closing: a device or a transfer does not let go")
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
