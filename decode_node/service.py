@@ -14,7 +14,8 @@
 5. An engine step sends each router at most one message, with all its new tokens; those of steps shorter than
    `--stream-interval` travel together. This goes on until every output has a finish reason.
    `Finish` ends one of them earlier, because the client needs no more of it.
-6. `Abort`, or the end of the router's stream, ends a request at any point and frees everything that it held.
+6. `Abort`, or the end of the router's stream, ends a request at any point and frees everything that it held. So does
+   the end of its time while it waits for blocks or first tokens.
 
 Invariant: a request is known here from its `Admit` until its last output, failure or abort, and holds nothing
 afterwards.
@@ -29,7 +30,7 @@ from functools import partial
 import grpc
 
 from decode_node.router_stream import RouterStream
-from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError
 from kvrelay.core.kv_source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
@@ -251,6 +252,15 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_missing=missing))
 
     async def _run_reception(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
+        """Starts the request when its KV and its first tokens are here, or ends it when its time is over. So does its
+        router, unless that hangs; then nobody else would give the blocks back."""
+        try:
+            async with asyncio.timeout_at(decode.ends_at):
+                await self._receive_and_start(decode, receiver, admission)
+        except TimeoutError:
+            self._give_up(admission.request_id, DeadlineError("the request's time was over before it could begin"))
+
+    async def _receive_and_start(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
         request_id = admission.request_id
         fetches = decode.fetches = await receiver.run()
         if decode.request.role is KVRole.LOCAL:

@@ -12,6 +12,7 @@ from kvrelay.core import rpc
 from kvrelay.core.rpc import WHOLE_SERVER
 from kvrelay.node import server as server_module
 from kvrelay.node.server import NodeServer
+from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 from tests.chaos.proxy import Proxy
 from tests.node.fake_node import make_node
@@ -59,6 +60,34 @@ async def test_a_node_lets_go_of_what_a_router_holds_that_answers_nothing_any_mo
             call.cancel()
     finally:
         await proxy.close()
+        await server.close()
+
+
+@pytest.mark.parametrize("misses", ["blocks", "first tokens"])
+async def test_a_decode_node_lets_go_of_what_a_router_holds_beyond_the_time_of_its_request(misses: str) -> None:
+    """One that hangs, but whose connection still answers."""
+    command = admit("a")
+    command.admit.timeout_ms = 100
+    node = make_node()
+    server = NodeServer(node, DecodeService(node))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(PATIENCE):
+            stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
+            call = stub.Serve()
+            await call.write(command)
+            if misses == "first tokens":
+                await call.write(pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True)))
+            events: list[pb.DecodeEvent] = []
+            while not (events and events[-1].HasField("failed")):
+                update = await call.read()
+                assert isinstance(update, pb.DecodeUpdate), "the stream goes on"
+                events += update.events
+            assert events[-1].failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+            await node.activity.idle()
+            await node.check_idle()
+            call.cancel()
+    finally:
         await server.close()
 
 
