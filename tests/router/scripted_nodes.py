@@ -1,6 +1,7 @@
 """Nodes without an engine: real gRPC servers, each answer of which the test decides, and in which order."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,7 +12,7 @@ from kvrelay.core.block_hash import BlockHash, KVNamespace
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.node_report import PROTOCOL
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.rpc import ErrorInterceptor, serve_insecure, server_options
+from kvrelay.core.rpc import Context, ErrorInterceptor, serve_insecure, server_options
 from kvrelay.core.wire import namespace_to_wire, output_to_wire
 from kvrelay.v1 import (
     common_pb2,
@@ -134,9 +135,10 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
 
 @dataclass(slots=True)
 class PrefillCall:
-    """One open Prefill stream."""
+    """One open Prefill stream, which gRPC ends by itself after `seconds_left`."""
 
     request: prefill_node_pb2.PrefillRequest
+    seconds_left: float
     events: asyncio.Queue[prefill_node_pb2.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -176,9 +178,9 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
 
     async def Prefill(
-        self, request: prefill_node_pb2.PrefillRequest, context: object
+        self, request: prefill_node_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_node_pb2.PrefillEvent]:
-        call = PrefillCall(request)
+        call = PrefillCall(request, context.time_remaining() or math.inf)
         self.calls.put_nowait(call)
         try:
             while (event := await call.events.get()) is not None:
