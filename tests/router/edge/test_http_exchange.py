@@ -252,6 +252,24 @@ async def test_a_stream_for_a_client_of_http_1_0_ends_with_the_connection_instea
         assert events == b"\n\n".join([*lines, b""])
 
 
+@pytest.mark.parametrize(("num_prompts", "num_tokens"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+async def test_a_client_has_each_token_before_the_next_one_comes(
+    num_prompts: int, num_tokens: int, tokenizer: Tokenizer
+) -> None:
+    relay = ScriptedRelay(tokenizer, hang_at=num_tokens)
+    tokens = await tokenizer.encode(relay.reply, add_special_tokens=False)
+    before = [tokenizer.decode(tokens[:num_tokens], skip_special_tokens=True)] * num_prompts
+    body = {"prompt": ["hello"] * num_prompts, "max_tokens": 50, "stream": True}
+    texts = [""] * num_prompts
+    async with serving(relay) as gateway, asyncio.timeout(PATIENCE):
+        async with gateway.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            while texts != before:
+                if event := (await anext(lines)).removeprefix("data: "):
+                    (choice,) = json.loads(event)["choices"]
+                    texts[choice["index"]] += choice["text"]
+
+
 async def test_what_is_not_streamed_has_a_length_for_a_client_of_http_1_0_too(tokenizer: Tokenizer) -> None:
     async with serving(ScriptedRelay(tokenizer)) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
