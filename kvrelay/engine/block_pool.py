@@ -10,7 +10,7 @@ used block, tails before heads, follows RadixAttention (Zheng et al., 2024), sec
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvrelay.core.block_hash import BlockHash
 
@@ -113,6 +113,17 @@ class BlockPool:
         self._block_hashes[block_id] = block_hash
         self._index[block_hash] = block_id
         _note(block_hash, into=self._stored, unless=self._removed)
+
+    def evict(self, block_ids: Collection[int]) -> set[int]:
+        """Frees those blocks that nobody holds, whose content is not to be found any more. Returns those that somebody
+        holds."""
+        cached = [block_id for block_id in block_ids if block_id in self._evictable]
+        for block_id in cached:
+            del self._evictable[block_id]
+        self._forget(cached)
+        self._free += cached
+        self._num_cached -= len(cached)
+        return {block_id for block_id in block_ids if self._is_held(block_id)}
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         return self._block_hashes[block_id]

@@ -150,6 +150,22 @@ def test_changes_are_net_of_each_other() -> None:
     assert pool.drain_changes() == ([], [name(1)])
 
 
+def test_blocks_may_be_evicted_once_nobody_holds_them() -> None:
+    pool = Pool(4)
+    blocks = take_named(pool, 1, 2, 3)
+    pool.pin(blocks[:1])
+    pool.release(blocks[:2])
+    assert pool.evict(blocks) == {blocks[0], blocks[2]}
+    assert pool.evicted == [(blocks[1], name(2))]
+    assert [pool.find(name(number)) for number in (1, 2, 3)] == [blocks[0], None, blocks[2]]
+    pool.unpin(blocks[:1])
+    pool.release(blocks[2:])
+    assert pool.evict(blocks) == set()
+    assert pool.num_free == pool.num_given_back == 4
+    assert pool.drain_changes() == ([], []), "they came and went"
+    pool.check_idle()
+
+
 def test_what_is_pinned_keeps_its_name_when_all_else_is_evicted() -> None:
     pool = Pool(4)
     blocks = take_named(pool, 1, 2, 3)
