@@ -1,5 +1,6 @@
 """The arguments of `LLM`: values are checked before anything is loaded, and defaults are those of a node."""
 
+import ast
 import inspect
 from dataclasses import MISSING, fields
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from kvrelay import LLM, ConfigurationError
 from kvrelay.engine.options import EngineOptions
 from tests.demo_model import DEMO_MODEL
+from tests.pages import names, page, rows, section
 
 # What LLM leaves at its default, and why.
 NOT_OFFERED = {
@@ -101,3 +103,13 @@ def test_arguments_are_the_options_of_an_engine_with_the_same_defaults() -> None
 def test_the_signature_shows_types_that_a_reader_knows() -> None:
     """`help(LLM)` and editors show it, and not how a value is checked."""
     assert "FieldInfo" not in str(inspect.signature(LLM))
+
+
+def test_the_page_has_every_option_with_its_default() -> None:
+    said: dict[str, object] = {}
+    for options, defaults, _ in rows(section(page("offline.md"), "## Options")):
+        before_meaning = defaults.split(": ")[0].replace("`", "")
+        values = ast.literal_eval(f"[{before_meaning}]")
+        said |= zip(names(options), values * (len(names(options)) // len(values)), strict=True)
+    parameters = list(inspect.signature(LLM).parameters.values())[1:]
+    assert said == {parameter.name: parameter.default for parameter in parameters}
