@@ -62,10 +62,7 @@ class OpenAIClient:
             ) as response:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise UnavailableError(
-                f"nothing answers at {self._base} ({error or type(error).__name__}); start the server, or give its "
-                "address with --url"
-            ) from error
+            raise UnavailableError(_unanswered(self._base, error)) from error
         if status in (401, 403):
             raise UnavailableError(f"{self._base} refuses us ({_error_text(body)}); give the key in KVRELAY_API_KEY")
         if status >= 500 and not wanted:
@@ -152,6 +149,18 @@ class OpenAIClient:
         if text:
             return text
         return None if "role" in delta or choice.get("finish_reason") is not None else ""
+
+
+def _unanswered(base: str, error: Exception) -> str:
+    """Returns what kept a server from answering: nobody listens or answers in time, or another kind of server does."""
+    said = "it took too long" if isinstance(error, TimeoutError) else str(error)
+    unreached = (aiohttp.ClientConnectorError, TimeoutError, ValueError)
+    if isinstance(error, unreached) and not isinstance(error, aiohttp.ClientSSLError):
+        return f"nothing answers at {base} ({said}); start the server, or give its address with --url"
+    return (
+        f"what answers at {base} is not understood ({said}); --url begins with http:// or https://, as the "
+        "server has it, or with grpc:// for the gRPC port of a kvrelay router"
+    )
 
 
 def _count(usage: dict[str, Any], answer: Answer) -> None:

@@ -3,16 +3,20 @@
 import asyncio
 import json
 import resource
+import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import grpc
 import pytest
 
+from kvrelay.bench import openai_client
 from kvrelay.bench.base import Failure
 from kvrelay.bench.command import bench
 from kvrelay.bench.knee import find_knee
@@ -128,6 +132,28 @@ def test_the_error_names_the_address_at_which_nobody_answers(
 ) -> None:
     assert bench(["latency", "--url", f"http://127.0.0.1:{unused_tcp_port}"]) == 1
     assert f"nothing answers at http://127.0.0.1:{unused_tcp_port}" in capsys.readouterr().err
+
+
+def test_the_error_says_that_an_address_is_of_another_kind(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor())
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    for wrong in (f"http://127.0.0.1:{port}", url.replace("http://", "https://")):
+        assert bench(["latency", "--url", wrong]) == 1
+        errors = capsys.readouterr().err
+        assert f"what answers at {wrong} is not understood (" in errors
+        assert "or with grpc:// for the gRPC port" in errors
+    server.stop(None).wait()
+
+
+def test_the_error_says_that_an_address_answers_too_late(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(openai_client, "_CHECK_TIMEOUT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert bench(["latency", "--url", silent_url]) == 1
+    assert f"nothing answers at {silent_url} (it took too long); start the server" in capsys.readouterr().err
 
 
 def test_a_run_prints_a_table_and_writes_its_files(
