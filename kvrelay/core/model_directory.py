@@ -3,21 +3,33 @@
 Invariant: whatever is read there ends. A FIFO, socket or device in place of a file would keep its reader waiting.
 """
 
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from stat import S_IFDIR, S_IFMT, S_IFREG
 
 from kvrelay.core.errors import ModelLoadError
 
 
 def resolve_model_directory(model: str) -> Path:
     """Returns the directory of a model, given as a directory or as a Hugging Face id whose files are in the local
-    cache. Downloads nothing. Raises ModelLoadError, also for a directory with something that is no file."""
+    cache. Downloads nothing. Raises ModelLoadError, also for a directory that cannot be read, or with something that is
+    no file."""
     if not model:
         raise ModelLoadError("the model's name is empty: give a directory or a Hugging Face id")
-    directory = Path(model).expanduser()
-    if directory.is_dir():
+    try:
+        return _resolved(model)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {error.filename or model}: {error.strerror or error}") from error
+
+
+def _resolved(model: str) -> Path:
+    directory = Path(model)
+    with suppress(RuntimeError):  # no such user, or no home: a name as any other
+        directory = directory.expanduser()
+    if _kind(directory) == S_IFDIR:
         return _of_files(directory)
-    if directory.is_file():
+    if _kind(directory) == S_IFREG:
         raise ModelLoadError(f"{model} is a file: a model is a directory with config.json, tokenizer and safetensors")
     # Not above: it takes a third of a second, which whoever has a directory need not wait.
     from huggingface_hub import snapshot_download
@@ -40,10 +52,17 @@ def refuse_pointer(path: Path, beginning: bytes) -> None:
 
 
 def _of_files(directory: Path) -> Path:
-    try:
-        for path in chain(directory.glob("[!.]*"), directory.glob("[!.]*/[!.]*")):  # chat templates have a folder
-            if path.exists() and not path.is_file() and not path.is_dir():
-                raise ModelLoadError(f"{path} is a FIFO, a socket or a device: a model is read from regular files only")
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {error.filename}: {error.strerror}") from error
+    shown = [path for path in directory.iterdir() if not path.name.startswith(".")]  # `glob` would pass over an error
+    for path in chain(shown, directory.glob("[!.]*/[!.]*")):  # chat templates have a folder
+        if _kind(path) not in (0, S_IFREG, S_IFDIR):
+            raise ModelLoadError(f"{path} is a FIFO, a socket or a device: a model is read from regular files only")
     return directory
+
+
+def _kind(path: Path) -> int:
+    """Returns what kind of file there is, 0 if there is none. Raises OSError where `is_file` may only say no: if that
+    cannot be looked at."""
+    try:
+        return S_IFMT(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
