@@ -164,7 +164,9 @@ class Supervisor:
             pending = [child for child in pending if not child.ready.done()]
             if not done and pending:
                 names = ", ".join(child.command.name for child in pending)
-                raise ChildFailedError(f"not ready after {timeout:g} seconds: {names}")
+                raise ChildFailedError(
+                    f"not ready after {timeout:g} seconds: {names}; a larger --start-timeout allows more"
+                )
         return [child.ready.result() for child in group]
 
     async def keep(

@@ -122,7 +122,7 @@ async def test_the_error_of_a_child_that_ends_at_start_has_its_last_lines() -> N
 
 async def test_a_child_that_is_not_ready_in_time_is_named() -> None:
     async with Supervisor(stop_timeout=5) as supervisor:
-        with pytest.raises(ChildFailedError, match=r"not ready after 0\.05 seconds: slow"):
+        with pytest.raises(ChildFailedError, match=r"not ready after 0\.05 seconds: slow; a larger --start-timeout"):
             await supervisor.start([child("slow", NEVER_READY)], timeout=0.05)
 
 
