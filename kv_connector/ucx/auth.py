@@ -26,10 +26,10 @@ def check_secret(secret: str) -> bytes:
     """Returns the secret as a key. Raises ConfigurationError when it is empty or short enough to be guessed."""
     key = secret.encode()
     if len(key) < MIN_SECRET_BYTES:
-        problem = "needs a cluster secret" if not key else f"needs a cluster secret of {MIN_SECRET_BYTES} characters"
         raise ConfigurationError(
-            f"connector 'ucx' {problem}, the same on every node: set KVRELAY_CLUSTER_SECRET "
-            "or `cluster_secret:` in the --config file (for example to the output of `openssl rand -hex 32`)"
+            f"connector 'ucx' needs a cluster secret of at least {MIN_SECRET_BYTES} characters, the same on every "
+            "node: set KVRELAY_CLUSTER_SECRET or `cluster_secret:` in the --config file (for example to the output of "
+            "`openssl rand -hex 32`)"
         )
     return key
 

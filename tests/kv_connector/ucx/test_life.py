@@ -41,7 +41,7 @@ def open_files() -> int:
 
 def test_without_a_secret_or_an_address_it_does_not_start() -> None:
     for secret in ("", "short"):
-        with pytest.raises(ConfigurationError, match="KVRELAY_CLUSTER_SECRET"):
+        with pytest.raises(ConfigurationError, match=r"secret of at least 16 characters.*KVRELAY_CLUSTER_SECRET"):
             UcxConnector(UcxSettings(secret))
     with pytest.raises(ConfigurationError, match="--ucx-host"):
         UcxConnector(UcxSettings(CLUSTER_SECRET, host="0.0.0.0"))
