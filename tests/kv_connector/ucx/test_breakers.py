@@ -1,0 +1,86 @@
+"""Which holders a reader leaves alone for a while, and what does not change that."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kv_connector.base import FetchOutcome
+from kv_connector.settings import UcxSettings
+from kv_connector.ucx import connector as connector_module
+from kv_connector.ucx.connector import UcxConnector
+from kvrelay.core.kv_source import KVSource
+from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.manual_clock import ManualClock
+
+
+class Reader(Node):
+    """A node whose breakers' clock only moves when a test moves it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        super().__init__(UcxConnector(UcxSettings(CLUSTER_SECRET), clock=self.clock), "reader", 4, LAYOUT, EPOCH)
+
+    async def fetch(self, source: KVSource, *, timeout: float = 60) -> FetchOutcome:
+        [outcome] = await self.connector.fetch(source, blocks(1), timeout=timeout)
+        return outcome
+
+    async def leaves_alone(self, source: KVSource) -> bool:
+        before = self.first_stats.skipped
+        assert await self.fetch(source) is FetchOutcome.FAILED
+        return self.first_stats.skipped > before
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[Reader]:
+    made = Reader()
+    yield made
+    await made.connector.close()
+
+
+@pytest.fixture
+def port() -> Iterator[socket.socket]:
+    """A port at which nobody listens yet."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+def source_at(port: socket.socket, node_id: str = "lost") -> KVSource:
+    return KVSource(node_id, EPOCH, f"127.0.0.1:{port.getsockname()[1]}")
+
+
+async def test_a_trial_that_says_nothing_is_followed_by_another(reader: Reader, port: socket.socket) -> None:
+    """One whose caller leaves, and one that had too little time."""
+    source = source_at(port)
+    assert [await reader.leaves_alone(source) for _ in range(4)] == [False] * 3 + [True]
+    port.listen()  # the kernel accepts, nobody answers
+    reader.clock.seconds += 60.0
+    cancelled = asyncio.create_task(reader.fetch(source))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled], timeout=10)
+    assert cancelled.cancelled()
+    for _ in range(2):
+        assert await reader.fetch(source, timeout=0.05) is FetchOutcome.FAILED
+    assert reader.first_stats.skipped == 1
+
+
+async def test_the_oldest_of_many_lost_holders_is_forgotten_and_none_for_those_that_answer(
+    reader: Reader, port: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector_module, "_MOST_BREAKERS", 3)
+    holders = [Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), "holder", 1, LAYOUT, EPOCH) for _ in range(2)]
+    lost = [source_at(port, f"lost-{index}") for index in range(3)]
+    for holder in holders:
+        await write_and_publish(holder, blocks(1))
+    for source in lost[:2]:
+        assert [await reader.leaves_alone(source) for _ in range(4)] == [False] * 3 + [True]
+    for holder in holders:
+        assert await reader.fetch(holder.source) is FetchOutcome.FETCHED
+    assert [await reader.leaves_alone(source) for source in lost] == [True, True, False]
+    assert await reader.fetch(holders[0].source) is FetchOutcome.FETCHED
+    assert [await reader.leaves_alone(source) for source in (lost[1], lost[0])] == [True, False]
+    for holder in holders:
+        await holder.connector.close()
