@@ -8,8 +8,10 @@ import pytest
 from kv_connector.base import FetchOutcome
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
+from kv_connector.ucx.transport import Link
 from kvrelay.core.errors import ConfigurationError
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 
 
 def node(node_id: str, *, num_blocks: int = 4) -> Node:
@@ -26,6 +28,58 @@ async def test_closing_leaves_no_task_and_no_socket() -> None:
             await each.connector.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
     assert open_files() == before
+
+
+async def link_of(reader: Node, owner: Node) -> Link:
+    """Returns the connection over which the reader has just fetched."""
+    assert await reader.connector.fetch(owner.source, blocks(1), timeout=10) == (FetchOutcome.FETCHED,)
+    assert isinstance(reader.connector, UcxConnector)
+    peers = reader.connector._require().peers
+    [lane] = peers[owner.source.endpoint]._idle
+    return lane.link
+
+
+async def test_the_pool_is_kept_until_ucx_gives_up_the_buffers_of_a_peer_that_is_gone() -> None:
+    gone, owner, reader = node("gone"), node("owner"), node("reader")
+    for each in (gone, owner):
+        await write_and_publish(each, blocks(1))
+    link = await link_of(reader, gone)
+    stubborn = StubbornRequest()
+    link._posted.append((stubborn, None, None))
+    await gone.connector.close()
+    async with asyncio.timeout(10):
+        while link.alive:
+            await asyncio.sleep(0)
+    await link_of(reader, owner)  # no fetch waits for the peer that is gone
+    closing = asyncio.create_task(reader.connector.close())
+    for _ in range(100):
+        await asyncio.sleep(0.001)
+        assert not closing.done()
+    assert len(reader.pool.memory)
+    stubborn.completed = True
+    await asyncio.wait_for(closing, 10)
+    await owner.connector.close()
+
+
+async def test_an_owner_that_waits_for_ucx_to_be_closed_gives_no_blocks_away() -> None:
+    """It does not learn any more which of them lose their content."""
+    other, owner, reader = node("other"), node("owner"), node("reader")
+    for each in (other, owner):
+        await write_and_publish(each, blocks(1))
+    await link_of(reader, owner)
+    stubborn = StubbornRequest()
+    (await link_of(owner, other))._posted.append((stubborn, None, None))
+    fetch = asyncio.create_task(owner.connector.fetch(other.source, blocks(1), timeout=60))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(owner.connector.close())
+    await asyncio.sleep(0)
+    result = await reader.connector.fetch(owner.source, blocks(1), timeout=10)
+    assert result == (FetchOutcome.MISSING,) and not closing.done()
+    stubborn.completed = True
+    await asyncio.wait_for(closing, 10)
+    assert await fetch == (FetchOutcome.FAILED,)
+    for each in (reader, other):
+        await each.connector.close()
 
 
 async def test_without_memory_for_the_pool_nothing_is_left() -> None:

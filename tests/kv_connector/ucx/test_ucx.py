@@ -36,6 +36,7 @@ from tests.kv_connector.backends import (
 )
 from tests.kv_connector.owner_process import OwnerProcess
 from tests.kv_connector.ucx.owner import LARGE_LAYOUT, NUM_BLOCKS
+from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 from tests.manual_clock import ManualClock
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -334,10 +335,12 @@ async def test_peers_without_a_connection_are_closed(peer: Node) -> None:
     assert len(peers_of(peer)) == 1
 
 
-class StubbornRequest:
-    """An operation that UCX has not ended when its connection was cut, which real UCX cannot be made to do."""
-
-    completed = False
+async def test_a_peer_that_is_being_reached_is_not_taken_for_one_without_a_connection(peer: Node) -> None:
+    holders = [node(f"holder-{index}", num_blocks=1) for index in range(2)]
+    await asyncio.gather(*(peer.connector.fetch(holder.source, blocks(1), timeout=10) for holder in holders))
+    assert len(peers_of(peer)) == 2
+    for holder in holders:
+        await holder.connector.close()
 
 
 async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> None:
