@@ -37,6 +37,15 @@ async def test_a_short_time_of_its_own_says_nothing_but_all_that_is_allowed_does
                 await exchange(link, TimeoutError(), timeout)
 
 
+async def test_a_server_that_cannot_be_reached_counts_however_short_the_time_was() -> None:
+    link = RedisLink(RedisSettings(), ManualClock())
+    for _ in range(3):
+        with pytest.raises(OSError):
+            await exchange(link, OSError(), 0.05)
+    with pytest.raises(CircuitOpenError):
+        await exchange(link)
+
+
 @pytest.mark.parametrize("fault", [ValueError("ours"), TypeError("ours"), KeyError("ours"), AttributeError("ours")])
 async def test_a_fault_of_ours_during_an_exchange_is_not_taken_for_one_of_redis(fault: Exception) -> None:
     """Unlike those that redis-py raises for an answer (`answer_of`)."""
