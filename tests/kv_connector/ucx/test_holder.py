@@ -1,7 +1,9 @@
-"""What a holder of UCX allows its readers: how many may be strangers, what they may ask, and how long they may take."""
+"""What a holder of UCX allows its readers: how many may be strangers, what they may ask, and how long they may take;
+and what becomes of blocks for which it gives an unknown answer."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from kv_connector.ucx.protocol import (
     ASK_POSITION,
     OPENING_BYTES,
     WELCOME_BYTES,
+    Entry,
+    Status,
     decode_opening,
     encode_ask,
     encode_opening,
@@ -112,6 +116,15 @@ async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node, reader
     with pytest.raises(LinkLostError):
         await asyncio.wait_for(lane.link.greeting(OPENING_BYTES), 10)
     assert holder.first_stats.peers_refused == 1
+    await lane_of(reader, holder)
+
+
+async def test_a_reply_that_a_reader_does_not_understand_fails_its_blocks(
+    holder: Node, reader: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(side(holder), "_conclude", lambda chosen: Entry(cast(Status, 99)))
+        assert await reader.connector.fetch(holder.source, blocks(2), timeout=10) == (FetchOutcome.FAILED,) * 2
     await lane_of(reader, holder)
 
 
