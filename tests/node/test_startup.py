@@ -1,0 +1,57 @@
+"""How a node's connectors are put together from its settings, with a real Redis."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kv_connector.base import FetchOutcome, HostConnector
+from kv_connector.tiered import TieredConnector
+from kvrelay.engine.request import EngineLoad
+from kvrelay.node import startup
+from kvrelay.node.prefill_rate import PrefillRate
+from kvrelay.node.settings import NodeSettings
+from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.redis_server import RedisServer
+
+TTL = 60  # seconds
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis of its own."""
+    made = RedisServer(tmp_path)
+    yield made
+    made.stop()
+
+
+async def connector_of(server: RedisServer, names: str, rate: PrefillRate) -> TieredConnector[HostConnector]:
+    given = {"model": "m", "connector": names, "redis_url": server.url, "redis_ttl": TTL}
+    settings = NodeSettings.model_validate(given)
+    connector = (await startup._transfers(settings, rate)).connector
+    assert isinstance(connector, TieredConnector)
+    return connector
+
+
+async def test_a_store_behind_another_connector_is_judged_by_how_fast_the_node_computes(server: RedisServer) -> None:
+    rate = PrefillRate()
+    node = Node(await connector_of(server, "shared_memory,redis", rate), "node", 1, LAYOUT, EPOCH)
+    await write_and_publish(node, blocks(1))
+    assert await node.connector.fetch(None, blocks(1), timeout=10) == (FetchOutcome.FETCHED,)
+    rate.observe(EngineLoad(num_prefilled_tokens=1_000_000_000, prefill_seconds=1e-6))
+    assert await node.connector.fetch(None, blocks(1), timeout=10) == (FetchOutcome.MISSING,)
+    assert node.connector.all_stats()["redis"].not_worth == 1
+    await node.connector.close()
+
+
+async def test_blocks_stay_in_a_store_as_long_as_is_set_and_that_of_the_self_test_for_seconds(
+    server: RedisServer,
+) -> None:
+    node = Node(await connector_of(server, "redis", PrefillRate()), "node", 1, LAYOUT, EPOCH)
+    await write_and_publish(node, blocks(1))
+    with redis.Redis.from_url(server.url) as client:
+        [of_node] = client.keys("kvrelay:*")
+        [of_self_test] = client.keys("kvrelay-self-test:*")
+        assert 0 < client.ttl(of_self_test) <= 10 < client.ttl(of_node) <= TTL
+    await node.connector.close()
