@@ -1,4 +1,4 @@
-"""Which holders a reader leaves alone for a while, and what does not change that."""
+"""When a reader gives a holder up, for the rest of a fetch and for a while."""
 
 import asyncio
 import socket
@@ -9,10 +9,15 @@ import pytest
 from kv_connector.base import FetchOutcome
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx import connector as connector_module
+from kv_connector.ucx import reader as reader_module
 from kv_connector.ucx.connector import UcxConnector
+from kv_connector.ucx.protocol import MAX_ASK_BLOCKS
+from kv_connector.ucx.reader import LANES
 from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
 from tests.manual_clock import ManualClock
+
+NUM_BLOCKS = 3 * LANES * MAX_ASK_BLOCKS  # one fetch of so many consists of three rounds
 
 
 class Reader(Node):
@@ -20,7 +25,8 @@ class Reader(Node):
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        super().__init__(UcxConnector(UcxSettings(CLUSTER_SECRET), clock=self.clock), "reader", 4, LAYOUT, EPOCH)
+        connector = UcxConnector(UcxSettings(CLUSTER_SECRET), clock=self.clock)
+        super().__init__(connector, "reader", NUM_BLOCKS, LAYOUT, EPOCH)
 
     async def fetch(self, source: KVSource, *, timeout: float = 60) -> FetchOutcome:
         [outcome] = await self.connector.fetch(source, blocks(1), timeout=timeout)
@@ -49,6 +55,20 @@ def port() -> Iterator[socket.socket]:
 
 def source_at(port: socket.socket, node_id: str = "lost") -> KVSource:
     return KVSource(node_id, EPOCH, f"127.0.0.1:{port.getsockname()[1]}")
+
+
+async def test_a_holder_that_says_nothing_is_not_asked_for_the_other_parts(
+    reader: Reader, port: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would cost the time of a handshake."""
+    monkeypatch.setattr(reader_module, "HANDSHAKE_SECONDS", 0.05)
+    port.listen()  # the kernel accepts, nobody answers
+    port.setblocking(False)
+    outcomes = await reader.connector.fetch(source_at(port), blocks(NUM_BLOCKS), timeout=60)
+    assert set(outcomes) == {FetchOutcome.FAILED}
+    with pytest.raises(BlockingIOError):
+        for _ in range(LANES + 1):
+            port.accept()[0].close()
 
 
 async def test_a_trial_that_says_nothing_is_followed_by_another(reader: Reader, port: socket.socket) -> None:
