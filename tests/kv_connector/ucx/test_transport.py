@@ -1,11 +1,11 @@
-"""The waits for what was posted on a link, when they begin late or end early."""
+"""The waits for what was posted on a link: they may begin late, end early, or not be interrupted."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
-from kv_connector.ucx.transport import Link, Transport
+from kv_connector.ucx.transport import Link, Transport, uninterrupted
 
 TIMEOUT = 10.0
 
@@ -45,3 +45,20 @@ async def test_a_wait_whose_caller_has_left_holds_up_no_other(link: Link) -> Non
     assert waiting.cancelled()
     link.greet(bytes(8))
     await asyncio.wait_for(link.wait(), TIMEOUT)
+
+
+async def test_a_caller_that_may_not_be_interrupted_is_cancelled_afterwards() -> None:
+    is_quiet = asyncio.Event()
+
+    async def quieten() -> None:
+        await is_quiet.wait()
+
+    caller = asyncio.create_task(uninterrupted(quieten()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        caller.cancel()
+    await asyncio.sleep(0)
+    assert not caller.done()
+    is_quiet.set()
+    await asyncio.wait([caller], timeout=TIMEOUT)
+    assert caller.cancelled()
