@@ -269,7 +269,7 @@ class Link:
             pause = min(2 * pause, 10.0)
 
     def _post(self, operation: Callable[[], Any], array: Any, then: Callable[[], None] | None = None) -> None:
-        if self._endpoint is None or self._lost:
+        if self._lost:
             raise LinkLostError("the connection was lost")
         try:
             self._posted.append((operation(), array, then))
