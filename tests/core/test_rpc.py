@@ -212,6 +212,17 @@ async def test_health_says_serving_and_reflection_lists_the_service() -> None:
         assert "kvrelay.v1.Router" in {service.name for service in reply.list_services_response.service}
 
 
+async def test_a_call_that_its_service_has_ended_keeps_that_status_and_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(FailingRouter(None)) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(health_pb2.HealthCheckRequest(service="kvrelay.v1.Nobody"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert not caplog.records
+
+
 async def test_a_request_that_is_no_message_of_the_method_is_the_client_s_fault() -> None:
     async with serving(FailingRouter(None)) as channel:
         call: Any = channel.unary_unary("/kvrelay.v1.Router/Generate")
