@@ -93,6 +93,22 @@ async def test_a_stranger_that_says_nothing_is_dropped(holder: Node, monkeypatch
     transport.close()
 
 
+async def test_a_reader_that_comes_while_the_holder_closes_is_turned_away(holder: Node) -> None:
+    """UCX may have accepted it just before. It would read from a pool that is given up."""
+    closed = side(holder)
+    await holder.connector.close()
+    transport = Transport("")
+    listener, port = transport.listen(closed._admit)
+    link = transport.connect("127.0.0.1", port)
+    link.greet(encode_opening(new_nonce()))
+    with pytest.raises(LinkLostError):
+        await asyncio.wait_for(link.greeting(OPENING_BYTES), 10)
+    assert not closed._tasks
+    del listener
+    await link.close()
+    transport.close()
+
+
 async def test_a_reader_with_another_layout_that_stays_is_dropped(holder: Node) -> None:
     transport = Transport("")
     host, _, port = holder.source.endpoint.rpartition(":")
