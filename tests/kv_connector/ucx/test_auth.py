@@ -1,7 +1,8 @@
-"""What a proof over UCX is a proof of."""
+"""What a proof over UCX is a proof of, and what tells the messages of a connection from others."""
 
 from kv_connector.geometry import Geometry
 from kv_connector.ucx.auth import Session
+from kv_connector.ucx.protocol import REPLY_POSITION
 
 KEY, GEOMETRY = b"k" * 32, Geometry(b"l" * 16, 4096)
 
@@ -20,3 +21,15 @@ def test_a_proof_holds_for_one_role_one_statement_and_one_connection() -> None:
         for proof in (session.reader_proof(geometry), *(session.holder_proof(geometry, epoch) for epoch in (1, 2)))
     ]
     assert len(set(proofs)) == len(proofs)
+
+
+def test_a_tag_has_room_for_every_position_and_no_other_connection_or_secret_has_it() -> None:
+    sessions = [
+        Session(key, reader_nonce * 32, holder_nonce * 32)
+        for key in (KEY, b"K" * 32)
+        for reader_nonce in (b"r", b"R")
+        for holder_nonce in (b"h", b"H")
+    ]
+    tags = {session.derive_tag() for session in sessions}
+    assert len(tags) == len(sessions)
+    assert all(tag & REPLY_POSITION == 0 and (tag + REPLY_POSITION).bit_length() <= 64 for tag in tags)
