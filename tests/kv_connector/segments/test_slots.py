@@ -179,6 +179,13 @@ def test_a_name_with_some_bits_of_a_wanted_one_is_not_taken_for_it(sides: Sides)
     assert sides.found(named[0].block_hash) == [[0]]
 
 
+def test_a_name_is_found_whatever_its_bits(sides: Sides) -> None:
+    [block] = blocks(1)
+    block = replace(block, block_hash=BlockHash(b"\xff" * HASH_BYTES))
+    sides.publish((block, header(block)))
+    assert sides.found(block.block_hash) == [[block.block_id]]
+
+
 def test_not_more_than_a_few_slots_of_a_name_are_tried(sides: Sides) -> None:
     [block] = blocks(1)
     copies = [replace(block, block_id=slot) for slot in range(NUM_SLOTS)]
@@ -224,6 +231,15 @@ def test_each_field_of_a_header_is_compared_with_the_requested_block(
     [block] = blocks(1)
     sides.publish((block, replace(header(block), **said)))  # type: ignore[arg-type]  # by name
     assert sides.refusal(block.block_id, block) is mismatch
+
+
+def test_a_wrong_header_says_nothing_of_the_other_slots(sides: Sides) -> None:
+    chosen = blocks(3)
+    headers = [header(block) for block in chosen]
+    headers[1] = replace(headers[1], epoch=EPOCH + 1)
+    sides.publish(*zip(chosen, headers, strict=True))
+    snapshots = sides.seen.take_snapshots(np.arange(3), chosen, epoch=EPOCH)
+    assert (snapshots.refusals, snapshots.places) == ({1: Mismatch.EPOCH}, [0, 2])
 
 
 def test_clearing_after_the_owner_has_closed_has_no_effect(sides: Sides) -> None:
