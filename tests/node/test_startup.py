@@ -34,6 +34,19 @@ async def connector_of(server: RedisServer, names: str, rate: PrefillRate) -> Ti
     return connector
 
 
+def test_peers_reach_a_node_at_its_own_address_unless_another_is_set() -> None:
+    def host_of(**given: str) -> str:
+        return startup._connector_settings(NodeSettings.model_validate({"model": "m", **given})).ucx.host
+
+    assert host_of(host="10.0.0.2") == "10.0.0.2"
+    assert host_of(host="10.0.0.2", ucx_host="10.0.0.3") == host_of(host="localhost", ucx_host="10.0.0.3") == "10.0.0.3"
+
+
+def test_segments_are_made_where_is_set() -> None:
+    settings = NodeSettings.model_validate({"model": "m", "shared_memory_dir": "/somewhere"})
+    assert startup._connector_settings(settings).shared_memory.directory == "/somewhere"
+
+
 async def test_a_store_behind_another_connector_is_judged_by_how_fast_the_node_computes(server: RedisServer) -> None:
     rate = PrefillRate()
     node = Node(await connector_of(server, "shared_memory,redis", rate), "node", 1, LAYOUT, EPOCH)
