@@ -185,7 +185,7 @@ class Registry:
             self._tried[node.address].set()
         if known is not None and known.source != description.source:
             if not self._belongs_to_another(node, known.source.node_id):
-                self.index.drop(known.source.node_id)
+                self._forget_blocks(known.source.node_id)
             node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
             node.outages, node.links = Outages(self.clock.now), Links(self.clock, self._random)
         for tried in self._tried.values():  # so that it does not matter who answers first
@@ -236,6 +236,14 @@ class Registry:
         others = [other for other in self.nodes if other is not node and other.is_watched]
         return any(description.source.node_id == node_id for description in _descriptions(others))
 
+    def _forget_blocks(self, node_id: str) -> None:
+        """Forgets what the index says of `node_id`. Whoever has the id is asked for all its blocks when it is watched
+        again, also one that comes back after another has had its id."""
+        self.index.drop(node_id)
+        for node in self.nodes:
+            if node.description is not None and node.description.source.node_id == node_id:
+                node.watched = None
+
     async def _watch(self, node: NodeHandle) -> None:
         """Takes a node's messages, of which it sends at least one a second, until the stream ends. Raises
         UnavailableError if it falls silent."""
@@ -261,8 +269,7 @@ class Registry:
         if not node.is_watched:
             self._check(node)  # another node may have become live since this one was described
         if message.reset:
-            self.index.drop(source.node_id)
-            node.watched = None  # if the stream breaks within the snapshot, it is asked for again from its beginning
+            self._forget_blocks(source.node_id)  # if the stream breaks within the snapshot, it is asked for again
         self.index.removed(source.node_id, [BlockHash(name) for name in message.removed])
         self.index.stored(source.node_id, [BlockHash(name) for name in message.stored])
         if message.HasField("load"):  # the last message of an update

@@ -293,7 +293,7 @@ async def test_a_node_that_was_refused_for_its_id_takes_no_blocks_along_when_it_
 
 
 async def test_a_node_that_drains_keeps_its_id_until_it_has_ended() -> None:
-    """Its blocks would be taken for those of a successor at another address."""
+    """Its blocks would be taken for those of a successor at another address. Back after it, it is asked for all."""
     first, second = ScriptedDecode("same"), ScriptedDecode("same")
     async with registered(first, late=second) as registry:
         await until(lambda: registry.decode[0].state is NodeState.LIVE)
@@ -306,6 +306,12 @@ async def test_a_node_that_drains_keeps_its_id_until_it_has_ended() -> None:
         second.update(0, reset=True)
         await until(lambda: registry.decode[1].state is NodeState.LIVE)
         assert registry.index.leading([A]) == {}
+        await soon(first.watch_requests)
+        await second.stop()
+        await until(lambda: registry.decode[1].state is NodeState.LOST)
+        await first.start()  # it had only been cut off
+        request = await soon(first.watch_requests)
+        assert (request.epoch, request.after_sequence) == (0, 0), "the index has forgotten what it held"
 
 
 async def refused(
