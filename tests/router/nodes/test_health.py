@@ -12,6 +12,7 @@ from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.v1 import node_pb2
 from router.nodes.node import NodeState
 from router.request import RoutedRequest
 from tests.router.routed import collected, give_up, take, take_trace
@@ -277,6 +278,27 @@ async def test_who_answers_first_changes_nothing() -> None:
     for _ in range(5):
         found, _ = await states(ScriptedDecode(), other(ScriptedDecode("decode-1")))
         assert found == [NodeState.LIVE, NodeState.REFUSED]
+
+
+class HeldDecode(ScriptedDecode):
+    """A node that does not describe itself before it may."""
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(node_id)
+        self.may_answer = asyncio.Event()
+
+    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.DescribeResponse:
+        await self.may_answer.wait()
+        return await super().Describe(request, context)
+
+
+async def test_of_two_with_one_id_the_one_listed_first_stays_though_it_answers_last() -> None:
+    first, second = HeldDecode("same"), ScriptedDecode("same")
+    async with registered(first, second) as registry:
+        await until(lambda: registry.decode[1].description is not None)
+        first.may_answer.set()
+        await settled(registry)
+        assert [node.state for node in registry.decode] == [NodeState.LIVE, NodeState.REFUSED]
 
 
 async def test_when_nothing_can_serve_the_error_says_why() -> None:
