@@ -107,6 +107,14 @@ def test_changes_of_the_load_alone_are_reported(run_ahead: bool) -> None:
     harness.engine.check_idle()
 
 
+def test_where_nothing_has_changed_nothing_is_reported() -> None:
+    """Every report is a message to each router."""
+    harness = Harness()
+    harness.engine.add(request("receiving", prompt_of(40), role=KVRole.CONSUME))
+    harness.step()
+    assert harness.engine.step() == (None, False)
+
+
 class SecondAStep:
     """A runner whose steps take a second each."""
 

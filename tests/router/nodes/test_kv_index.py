@@ -1,6 +1,7 @@
 """The index compared with a naive model of it, its bound, and the cost of a lookup."""
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -83,6 +84,18 @@ def test_a_dropped_node_is_forgotten_at_once_and_swept_by_and_by() -> None:
         index.drop("b")
         index.stored("b", chain[:10])
     assert max(index._bits.values()) < 1 << 8, "bits are used again"
+
+
+@pytest.mark.parametrize("report", [KVIndex.stored, KVIndex.removed])
+def test_a_dropped_node_is_swept_whatever_the_others_report(
+    report: Callable[[KVIndex, str, Sequence[BlockHash]], None],
+) -> None:
+    index = KVIndex(10_000)
+    index.stored("dropped", names(*range(2000)))
+    index.drop("dropped")
+    for _ in range(4):
+        report(index, "another", [])
+    assert len(index) == 0
 
 
 def test_the_bound_holds_and_the_oldest_go_first() -> None:
