@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.core.outputs import TokenOutput
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import KVRole
 from kvrelay.engine.runner import LaunchedStep, Runner
@@ -27,6 +28,24 @@ def test_requests_and_tokens_are_counted_in_every_state() -> None:
     assert load.num_free_blocks == 16 - 2 - 4 - 4
 
 
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_request_whose_kv_was_to_arrive_has_one_place_and_leaves_it(starts: bool) -> None:
+    """Else the engine would run fewer and fewer requests."""
+    harness = Harness(max_num_seqs=1)
+    harness.engine.add(request("a", prompt_of(20), 4, role=KVRole.CONSUME))
+    harness.step()
+    harness.engine.unpin([block.block_id for block in harness.admission("a").missing])
+    if starts:
+        harness.engine.start("a", [TokenOutput(0, (5,))])
+    else:
+        harness.engine.abort("a")
+    assert harness.engine.load().num_requests_running == starts
+    harness.engine.add(request("next", prompt_of(5), 2))
+    harness.run()
+    assert harness.finish_order == ["a"] * starts + ["next"]
+    harness.engine.check_idle()
+
+
 def test_a_sequence_decodes_once_all_it_was_given_is_computed() -> None:
     """Its first tokens may come from a node that was lost."""
     harness = Harness(num_blocks=16, max_num_batched_tokens=16)
@@ -39,22 +58,36 @@ def test_a_sequence_decodes_once_all_it_was_given_is_computed() -> None:
     assert counts == [(1, 0, 7), (1, 1, 0), (1, 1, 0)]
 
 
-@pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.CONSUME])
-def test_the_first_request_that_lacks_room_is_named_while_others_overtake_it(role: KVRole) -> None:
+@pytest.mark.parametrize(("role", "role_behind"), [(KVRole.LOCAL, KVRole.CONSUME), (KVRole.CONSUME, KVRole.LOCAL)])
+def test_the_first_request_that_lacks_room_is_named_while_others_overtake_it(role: KVRole, role_behind: KVRole) -> None:
+    """And not the first in the other queue, which waits behind it."""
     harness = Harness(num_blocks=8, publish=True, policy="priority")
     harness.engine.add(request("lease", prompt_of(40), role=KVRole.PRODUCE))
     harness.run()
     assert harness.engine.load().first_lacking == 0
     harness.engine.add(request("large", prompt_of(40, 1), role=role))
+    harness.engine.add(request("behind", prompt_of(40, 9), role=role_behind))
     named = set()
     for number in range(3):
         harness.engine.add(request(f"small {number}", prompt_of(5, 2 + number), 2, priority=-1))
         harness.run()
         named.add(harness.engine.load().first_lacking)
     assert len(named) == 1 and 0 not in named
+    harness.engine.abort("behind")
     harness.engine.release_lease("lease")
     harness.step()
     assert harness.engine.load().first_lacking == 0
+
+
+def test_a_request_that_waits_for_the_tokens_of_a_prompt_lacks_no_room() -> None:
+    """Else a prefill node would end leases early for it."""
+    harness = Harness(max_num_batched_tokens=16, policy="priority")
+    harness.engine.add(request("long", prompt_of(64)))
+    harness.step()
+    harness.engine.add(request("next", prompt_of(40, 1)))
+    harness.step()
+    load = harness.engine.load()
+    assert (load.num_requests_waiting, load.first_lacking) == (1, 0)
 
 
 def test_where_nobody_is_overtaken_no_request_that_lacks_room_is_named() -> None:
