@@ -142,17 +142,25 @@ def test_beside_decodes_a_prompt_gets_at_least_the_tokens_that_are_cheap_unless_
     harness.engine.check_idle()
 
 
-@pytest.mark.parametrize(("lent", "length", "chunks"), [(False, 90, [20] * 4 + [10]), (True, 90, [40, 40, 10])])
-def test_a_prompt_that_yields_to_decodes_gets_the_tokens_that_are_cheap_and_no_more(
-    lent: bool, length: int, chunks: list[int]
+@pytest.mark.parametrize(
+    ("lent", "most", "limit", "chunks"),
+    [
+        (False, 64, 0, [20] * 4 + [10]),
+        (True, 64, 0, [40, 40, 10]),
+        (True, 40, 0, [39, 39, 12]),  # a step has no more
+        (False, 64, 48, [23, 23, 23, 21]),  # a quarter of it, as with any prompt
+    ],
+)
+def test_a_prompt_that_yields_to_decodes_gets_the_tokens_that_are_cheap_and_no_more_unless_a_limit_is_given(
+    lent: bool, most: int, limit: int, chunks: list[int]
 ) -> None:
     descriptor = CoreTable.create(2, 2)
     table, clock = CoreTable(descriptor), ManualClock()
     os.close(descriptor)  # the mapping stays
     with threads_kept():
         harness = Harness(
-            max_num_batched_tokens=64,
-            max_num_mixed_tokens=0,
+            max_num_batched_tokens=most,
+            max_num_mixed_tokens=limit,
             wrap=lambda runner: TimedRunner(runner, clock, decode=0.020, prompt_token=0.00049),
             clock=clock,
             threads=StepThreads(CoreShare(1, table, 0)),
@@ -165,7 +173,7 @@ def test_a_prompt_that_yields_to_decodes_gets_the_tokens_that_are_cheap_and_no_m
         harness.step()
         if lent:
             table.claim(1, 0)
-        harness.engine.add(replace(request("prompt", prompt_of(length, 1), 2), yields_to_decodes=True))
+        harness.engine.add(replace(request("prompt", prompt_of(90, 1), 2), yields_to_decodes=True))
         assert chunks_of(harness, "prompt") == chunks
         harness.run()
     harness.engine.check_idle()
