@@ -32,16 +32,18 @@ def test_prefill_here_and_decode_there_recomputes_no_token(length: int, n: int) 
     decode.engine.check_idle()
 
 
-def test_a_decode_engine_waits_for_those_blocks_only_that_it_does_not_hold() -> None:
+@pytest.mark.parametrize(("length", "num_missing"), [(40, 2), (44, 3)])
+def test_a_decode_engine_waits_for_those_blocks_only_that_it_does_not_hold(length: int, num_missing: int) -> None:
     prefill, decode = Harness(publish=True), Harness()
-    prompt = prompt_of(40)
+    prompt = prompt_of(length)
     produce(prefill, "a", prompt)
     decode.engine.add(request("before", prompt[:24], 1))
     decode.run()
     decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME))
     decode.step()
+    assert decode.engine.load().num_free_blocks == 64 - 3 - num_missing
     admission = decode.admission("a")
-    assert (admission.num_cached_tokens, len(admission.missing)) == (24, 2)
+    assert (admission.num_cached_tokens, len(admission.missing)) == (24, num_missing)
     move(prefill, decode, admission)
     decode.engine.start("a", first_tokens(prefill, "a"))
     decode.run()
