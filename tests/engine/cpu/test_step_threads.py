@@ -60,6 +60,7 @@ def test_cores_are_taken_and_given_back_between_layers(
     assert found == [2, 1, 1, 2]
     assert told == (found if torch_multiplies else [2, 2, 2, 2]), "our kernels look at the table themselves"
     threads.rest()
+    assert threads.num_lent_steps == 1
     other.claim()
     assert other.available() == 2
     threads.begin_step()
