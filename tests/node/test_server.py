@@ -13,7 +13,7 @@ from kvrelay.core.rpc import WHOLE_SERVER
 from kvrelay.node import server as server_module
 from kvrelay.node.server import NodeServer
 from kvrelay.v1 import decode_node_pb2 as pb
-from kvrelay.v1 import decode_node_pb2_grpc
+from kvrelay.v1 import decode_node_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.chaos.proxy import Proxy
 from tests.node.fake_node import make_node
 from tests.node.health import health_of
@@ -89,6 +89,23 @@ async def test_a_decode_node_lets_go_of_what_a_router_holds_beyond_the_time_of_i
             call.cancel()
     finally:
         await server.close()
+
+
+async def test_closing_ends_the_streams_of_routers_at_once_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_GRACE_SECONDS", 10 * PATIENCE)
+    node = make_node()
+    server = NodeServer(node, DecodeService(node))
+    port = await server.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        serving = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel)).Serve()
+        watching = cast("node_pb2_grpc.NodeAsyncStub", node_pb2_grpc.NodeStub(channel)).Watch(node_pb2.WatchRequest())
+        async with asyncio.timeout(PATIENCE):
+            await serving.write(admit("a"))
+            await serving.read()
+            await watching.read()
+            await server.close()
+    assert not node.engine_thread.is_alive
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("drains", [True, False])

@@ -57,8 +57,9 @@ async def test_a_node_whose_engine_hangs_reports_it_and_ends_its_watchers_stream
             async with asyncio.timeout(PATIENCE):
                 await node.crashed.wait()
                 await watching
-            with pytest.raises(grpc.aio.AioRpcError, match="has crashed"):
+            with pytest.raises(grpc.aio.AioRpcError, match="has crashed") as refused:
                 await stub.Describe(node_pb2.DescribeRequest())
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             assert await health_of(channel, WHOLE_SERVER) == "NOT_SERVING"
             assert await health_of(channel, service.name) == "NOT_SERVING"
     finally:
