@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from kvrelay.core.errors import KVRelayError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.outputs import FinishReason
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.text.choice import TextChunk
@@ -31,6 +31,9 @@ from router.edge.prompt_logprobs import encoded_prompt_logprobs
 from router.request import RequestTrace, RoutedRequest
 
 _logger = logging.getLogger(__name__)
+# Of the outputs of one response that is not streamed. With 20 log-probabilities for each token of 128 long outputs, it
+# would otherwise have more than a gigabyte.
+MAX_WHOLE_BYTES = 2**26
 
 
 class HttpGeneration:
@@ -59,15 +62,18 @@ class HttpGeneration:
         self._usage = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
 
     async def whole(self) -> bytes:
-        """Returns the encoded response."""
+        """Returns the encoded response. Raises InvalidRequestError if that gets too long."""
         beginnings = [[echo.text] for echo in self._echoes] or [[] for _ in self._requests]
         choices = [WholeChoice(self._shape, list(beginning)) for beginning in beginnings for _ in range(self._n)]
         prompt_logprobs: dict[int, bytes] = {}
+        num_bytes = 0
         async with aclosing(self._events()) as events:
             async for prompt_index, found in events:
                 if isinstance(found, TextChunk):
                     chunk = self._behind_echo(prompt_index, found)
-                    choices[prompt_index * self._n + chunk.index].add(chunk, self._count(chunk))
+                    num_bytes += choices[prompt_index * self._n + chunk.index].add(chunk, self._count(chunk))
+                    if num_bytes > MAX_WHOLE_BYTES:
+                        raise self._too_long()
                 elif isinstance(found, RequestTrace):
                     self._usage.traces[prompt_index] = found
                 elif self._echoes_logprobs:
@@ -113,6 +119,15 @@ class HttpGeneration:
             # The status has been sent already, so only an event can tell the client.
             _logger.exception("stream %s failed", self._envelope.response_id)
             yield event(error_body(KVRelayError("internal error")))
+
+    def _too_long(self) -> InvalidRequestError:
+        error = InvalidRequestError(
+            f"the answer has more than {MAX_WHOLE_BYTES} bytes: ask for a stream, or for less with logprobs, n or "
+            "max_tokens",
+            field="max_tokens" if self._requests[0].sampling.logprobs is None else "logprobs",
+        )
+        self._edge.metrics.count_error(error)
+        return error
 
     def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
         return merged([self._edge.generate(request) for request in self._requests])

@@ -119,15 +119,19 @@ class WholeChoice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, chunk: TextChunk, stop_reason: str | int | None) -> None:
+    def add(self, chunk: TextChunk, stop_reason: str | int | None) -> int:
+        """Appends a chunk. Returns about how many bytes that makes the response longer."""
         self.text.append(chunk.text)
+        num_bytes = len(chunk.text)
         if chunk.logprobs:
             for name, items in self.shape.logprobs(chunk.logprobs, chunk.text_offsets).items():
                 encoded = self.logprobs.setdefault(name, [])
                 if items is not None:
                     encoded.append(to_json(items)[1:-1].encode())
+                    num_bytes += len(encoded[-1])
         if chunk.finish_reason is not None:
             self.finish_reason, self.stop_reason = chunk.finish_reason.value, stop_reason
+        return num_bytes
 
     def begin_with(self, echo: Echo) -> None:
         self.logprobs = {name: [items] for name, items in echo.logprobs.items()}

@@ -203,6 +203,7 @@ class PrefillClient:
         finally:
             self._streams.pop(session, None)
         if not session.has_ended:
+            session.end()  # which lets go of the call, and so of the prompt
             sink(PrefillEnded(error))
 
     async def _events(

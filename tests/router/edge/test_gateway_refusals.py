@@ -1,5 +1,6 @@
 """What the HTTP gateway refuses: wrong fields, and bodies that are no requests."""
 
+import asyncio
 import gzip
 import json
 
@@ -7,10 +8,12 @@ import openai
 import pytest
 
 from kvrelay.core.errors import DeadlineError, GivenUpError, KVRelayError, OverloadedError
+from router.edge import http_generation
 from router.edge.openai_schema import MAX_PROMPTS
 from router.edge.validation import MAX_CHAT_TEMPLATE_KWARGS_CHARS
 from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL
 from tests.router.edge.gateway_client import CHAT, COMPLETION, Gateway
+from tests.router.scripted_nodes import PATIENCE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for the whole file
 
@@ -199,6 +202,27 @@ async def test_openai_s_client_does_not_send_again_what_would_fail_again(
     with pytest.raises(openai.APIStatusError, match=str(error)):
         await gateway.openai.with_options(max_retries=1).completions.create(model=MODEL, prompt="x")
     assert len(gateway.relay.requests) == num_sent
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", COMPLETION, "max_tokens"),
+        ("/v1/completions", COMPLETION | {"logprobs": 2}, "logprobs"),
+        ("/v1/chat/completions", CHAT | {"logprobs": True}, "logprobs"),
+    ],
+)
+async def test_an_answer_that_gets_too_long_is_refused_unless_it_is_streamed(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object], param: str
+) -> None:
+    size = len((await gateway.post(path, body)).content)
+    monkeypatch.setattr(http_generation, "MAX_WHOLE_BYTES", size)
+    assert (await gateway.post(path, body)).status_code == 200
+    monkeypatch.setattr(http_generation, "MAX_WHOLE_BYTES", 5)
+    refused = await gateway.post(path, body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    await asyncio.wait_for(gateway.relay.closed.wait(), PATIENCE)
+    assert (await gateway.post(path, body | {"stream": True})).status_code == 200
 
 
 async def test_of_an_unknown_path_little_is_repeated(gateway: Gateway) -> None:
