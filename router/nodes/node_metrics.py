@@ -60,6 +60,8 @@ class NodeMetrics(Collector):
                 if node.is_watched:
                     family.add_metric(labels, value(node.load))
             yield family
+        text = "KV blocks of all nodes together that this router knows of."
+        yield GaugeMetricFamily("kvrelay:kv_index_blocks", text, value=len(self._registry.index))
         yield self._links(nodes)
         yield self._states(nodes)
         yield self._heartbeats(nodes)

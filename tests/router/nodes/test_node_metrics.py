@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.v1 import node_pb2
 from router.nodes.kv_index import KVIndex
@@ -46,6 +47,9 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         assert value("node_state", state="lost") == 0
         assert value("node_ejections_total") == 0
         assert value("node_links_broken") is None
+        for names, count in (([b"a" * 32, b"b" * 32], 2), ([b"b" * 32], 2), ([b"c" * 32], 3)):
+            nodes.registry.index.stored("prefill-0", [BlockHash(name) for name in names])
+            assert collectors.get_sample_value("kvrelay:kv_index_blocks") == count
         [decode], [prefill] = nodes.registry.decode, nodes.registry.prefill
         for _ in range(3):
             assert value("node_links_broken", node="decode-0", role="decode") == 0
