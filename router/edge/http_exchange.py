@@ -46,7 +46,6 @@ async def read_json_body(request: Request, max_bytes: int, *, seconds: float = B
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise HTTPException(415, f"the body must not be compressed: send it without content-encoding {encoding[:100]}")
-    too_large = HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes")
     body = bytearray()
     chunks = aiter(request.stream())
     due = asyncio.get_running_loop().time() + seconds
@@ -54,14 +53,14 @@ async def read_json_body(request: Request, max_bytes: int, *, seconds: float = B
         if int(request.headers.get("content-length", 0)) > max_bytes:
             if request.headers.get("expect", "").lower() != "100-continue":  # such a client waits with the body
                 await _drain(chunks)
-            raise too_large
+            raise _too_large(max_bytes)
         async with asyncio.timeout_at(due) as deadline:
             async for chunk in chunks:
                 if len(body) + len(chunk) > max_bytes:
                     body.clear()
                     deadline.reschedule(None)  # draining has a limit of its own
                     await _drain(chunks)
-                    raise too_large
+                    raise _too_large(max_bytes)
                 body += chunk
                 deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
     except ClientDisconnect:
@@ -73,6 +72,10 @@ async def read_json_body(request: Request, max_bytes: int, *, seconds: float = B
         message = f"the body did not arrive within {seconds:g} s, {more}: send it faster, or a smaller one"
         raise HTTPException(408, message, headers={"connection": "close"}) from None
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes")
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:

@@ -121,13 +121,12 @@ class HttpGeneration:
             yield event(error_body(KVRelayError("internal error")))
 
     def _too_long(self) -> InvalidRequestError:
-        error = InvalidRequestError(
+        """Returns the error to raise. The requests count as aborted, as those of a list do of which one has failed."""
+        return InvalidRequestError(
             f"the answer has more than {MAX_WHOLE_BYTES} bytes: ask for a stream, or for less with logprobs, n or "
             "max_tokens",
             field="max_tokens" if self._requests[0].sampling.logprobs is None else "logprobs",
         )
-        self._edge.metrics.count_error(error)
-        return error
 
     def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
         return merged([self._edge.generate(request) for request in self._requests])

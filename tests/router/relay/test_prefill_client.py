@@ -1,6 +1,8 @@
 """The router's streams from a prefill node, without the rest of the router."""
 
 import asyncio
+import gc
+import weakref
 
 import grpc
 import pytest
@@ -37,5 +39,26 @@ async def test_a_stream_is_ended_by_its_call_and_what_reads_it_reads_on(node_is_
         await asyncio.wait({reading}, timeout=PATIENCE)
         assert reading.cancelled() and events.empty()
         assert await soon(node.released) == ("lease",)
+        await client.close()
+    await node.stop()
+
+
+async def test_a_stream_that_has_ended_lets_go_of_its_prompt_though_its_session_goes_on() -> None:
+    """The session lasts as long as the output, which may take minutes."""
+    node = ScriptedPrefill()
+    await node.start()
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
+        events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
+        session = client.prefill("one", REQUEST, (), timeout=PATIENCE, sink=events.put_nowait)
+        assert session._call is not None
+        prompt = weakref.ref(session._call)
+        call = await soon(node.calls)
+        call.accept()
+        call.end()
+        assert [await soon(events), await soon(events)] == [PrefillAccepted(), PrefillEnded(None)]
+        gc.collect()
+        assert prompt() is None and session.has_lease
+        session.close()
         await client.close()
     await node.stop()
