@@ -9,6 +9,7 @@ many times slower than with one thread each. A node lends the cores that it does
 import asyncio
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -16,9 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
@@ -40,6 +41,13 @@ from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
 
 
+def _threads(value: object) -> object:
+    """Refuses what is no number of threads with one message, where the union would give one for each of its types."""
+    if value != "auto" and not (re.fullmatch(r"[0-9]{1,9}", str(value)) and 1 <= int(str(value)) <= MOST_THREADS):
+        raise ValueError(f"must be auto or between 1 and {MOST_THREADS}")
+    return value
+
+
 # Nodes and the router get their options as they were set; the fields declared here are only serve's.
 class ServeSettings(NodeOptions, RouterOptions):
     """Serve a model from this machine: prefill nodes, decode nodes and a router, each a process of its own.
@@ -55,7 +63,9 @@ class ServeSettings(NodeOptions, RouterOptions):
         "gives about as many tokens per second, with one process and one KV pool less.",
     )
     decode_nodes: int = Field(default=1, ge=1, description="Number of decode nodes.")
-    threads: int | Literal["auto"] = Field(default="auto", description="CPU threads per node; auto divides the cores.")
+    threads: Annotated[int | Literal["auto"], BeforeValidator(_threads)] = Field(
+        default="auto", description="CPU threads per node; auto divides the cores."
+    )
     lend_cores: bool = Field(
         default=True,
         description="An idle node lends its cores to the others until it has work again. While prompts queue on "
@@ -84,12 +94,6 @@ class ServeSettings(NodeOptions, RouterOptions):
     supervised: bool = Field(
         default=False, description="Exit when standard input closes (for programs that start this one)."
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> "ServeSettings":
-        if self.threads != "auto" and not 1 <= self.threads <= MOST_THREADS:
-            raise ValueError(f"--threads must be auto or between 1 and {MOST_THREADS}, got {self.threads}")
-        return self
 
     @property
     def num_nodes(self) -> int:

@@ -255,7 +255,9 @@ def test_a_wrong_setting_is_named(argv: tuple[str, ...], capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as ended:
         settings_of("m", *argv)
     assert ended.value.code == 2
-    assert argv[0] in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert argv[0] in refusal
+    assert refusal.count("kvrelay serve: ") == 1  # one mistake, one message
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
