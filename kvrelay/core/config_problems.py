@@ -58,8 +58,21 @@ def remedy(name: str, field: FieldInfo) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Returns a question after the candidate that may be meant, or nothing. The beginning of only one means that."""
+    """Returns a question after the candidates that may be meant, or nothing: those of which it is the beginning, those
+    with all of its words, or those all of whose words it has, if they are one or two; otherwise the most similar."""
     known = list(candidates)
-    begun = [candidate for candidate in known if candidate.startswith(name)]
-    matches = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    words = _words(name)
+    for matches in (
+        [candidate for candidate in known if candidate.startswith(name)],
+        [candidate for candidate in known if words <= _words(candidate)],
+        [candidate for candidate in known if words >= _words(candidate)],
+    ):
+        if len(matches) in (1, 2):
+            break
+    else:
+        matches = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split("[-_]+", name.strip("-")))

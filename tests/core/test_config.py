@@ -197,6 +197,9 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("--model", "m"), "MODEL is given without --model"),
         (("--modl",), "there is no setting '--modl'\n"),
         (("--conn", "ucx"), "there is no setting '--conn ucx'; did you mean --connector?"),
+        (("--size", "3"), "did you mean --block-size?"),
+        (("--my-block-size", "3"), "did you mean --block-size?"),
+        (("--co", "x"), "did you mean --config or --connector?"),
         (("another",), "one argument too many: 'another'"),
     ],
 )
