@@ -7,12 +7,18 @@ from kvrelay.core.interruptible import exit_with, interruptible_imports
 
 
 def run() -> int:
+    with interruptible_imports():
+        from kvrelay.core.config import load_settings
+        from kvrelay.node.settings import NodeSettings
+
+    # Before the engine is imported: help, and what is wrong with a setting, do not take seconds.
+    settings = load_settings(NodeSettings, sys.argv[1:], prog="kvrelay prefill")
     require_extra("engine", ENGINE_MODULES, purpose="a prefill node")
     with interruptible_imports():
         from kvrelay.node.process import main
         from prefill_node.service import PrefillService
 
-    return main("prefill", PrefillService, sys.argv[1:])
+    return main("prefill", PrefillService, settings)
 
 
 if __name__ == "__main__":

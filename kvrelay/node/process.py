@@ -7,12 +7,11 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvloop
 
-from kvrelay.core.config import load_settings
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.lifecycle import StopSignals, announce_ready
 from kvrelay.core.listening import address_of, check_port
@@ -36,9 +35,8 @@ class _ThreadLeftError(Exception):
         self.status = status
 
 
-def main(role: str, make_service: Callable[[Node], Service], argv: Sequence[str]) -> int:
+def main(role: str, make_service: Callable[[Node], Service], settings: NodeSettings) -> int:
     """Runs a node until it is told to stop; returns the exit status."""
-    settings = load_settings(NodeSettings, argv, prog=f"kvrelay {role}")
     configure_logging(settings.node_id or role, settings.log_level)
     try:
         return uvloop.run(_serve(settings, role, make_service))

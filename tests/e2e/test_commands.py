@@ -1,5 +1,7 @@
 """The output of the other commands, as a person sees it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,13 @@ def test_a_misspelt_command_or_setting_is_named(directory: Path) -> None:
     setting = run("serve", "model", "--decode-node", "2", directory=directory)
     assert setting.returncode == 2
     assert "did you mean --decode-nodes?" in setting.stderr
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_help_of_a_node_is_printed_without_the_engine(role: str) -> None:
+    """Loading that takes seconds. A module that is None in `sys.modules` cannot be imported."""
+    program = f"import sys; sys.modules['torch'] = None; from {role}_node.__main__ import run; run()"
+    command = [sys.executable, "-c", program, "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert f"usage: kvrelay {role}" in ended.stdout
