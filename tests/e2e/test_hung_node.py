@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(120)
 HANGING_NODE = """
 import sys, threading, torch
 from decode_node.service import DecodeService
+from kvrelay.core.config import load_settings
 from kvrelay.node import process
+from kvrelay.node.settings import NodeSettings
 
 def waits(engine):
     threading.Event().wait()
@@ -37,7 +39,8 @@ class HangingService(DecodeService):
             self._node.connector.close = threading.Event().wait
 
 process._CLOSE_SECONDS = 5.0
-sys.exit(process.main("decode", HangingService, sys.argv[1:]))
+settings = load_settings(NodeSettings, sys.argv[1:], prog="kvrelay decode")
+sys.exit(process.main("decode", HangingService, settings))
 """
 
 
