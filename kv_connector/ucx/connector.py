@@ -21,7 +21,7 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.ucx.auth import check_secret
 from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
-from kv_connector.ucx.transport import Transport
+from kv_connector.ucx.transport import Transport, uninterrupted
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -143,7 +143,11 @@ class UcxConnector:
         state, self._state = self._state, None
         if state is None:
             return
-        state.shared.remove(range(state.shared.pool.num_blocks))
+        state.shared.remove(range(state.shared.pool.num_blocks))  # at once: `retract` does nothing any more
+        await uninterrupted(self._release(state))  # else another tier might give up the pool while UCX writes
+
+    async def _release(self, state: _Open) -> None:
+        """Ends everything that uses the pool, and then gives up the pool."""
         for fetch in list(state.fetches):
             await fetch.expire()
         await state.holder.close()

@@ -61,6 +61,31 @@ async def test_the_pool_is_kept_until_ucx_gives_up_the_buffers_of_a_peer_that_is
     await owner.connector.close()
 
 
+async def test_a_close_that_is_cancelled_again_and_again_leaves_nothing_either() -> None:
+    """The pool may belong to another connector, which gives it up next."""
+    before = open_files()
+    owner, reader = node("owner"), node("reader")
+    await write_and_publish(owner, blocks(1))
+    stubborn = StubbornRequest()
+    (await link_of(reader, owner))._posted.append((stubborn, None, None))
+    fetch = asyncio.create_task(reader.connector.fetch(owner.source, blocks(1), timeout=60))
+    await asyncio.sleep(0)
+    closings = [asyncio.create_task(each.connector.close()) for each in (reader, owner)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+        for closing in closings:
+            closing.cancel()
+    assert not closings[0].done() and len(reader.pool.memory)
+    stubborn.completed = True
+    await asyncio.wait([*closings, fetch], timeout=10)
+    assert [closing.cancelled() for closing in closings] == [True, True] and fetch.result() == (FetchOutcome.FAILED,)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert open_files() == before
+    for each in (reader, owner):
+        with pytest.raises(ValueError, match="released"):
+            len(each.pool.memory)
+
+
 async def test_an_owner_that_waits_for_ucx_to_be_closed_gives_no_blocks_away() -> None:
     """It does not learn any more which of them lose their content."""
     other, owner, reader = node("other"), node("owner"), node("reader")
