@@ -24,6 +24,7 @@ from kvrelay.engine.request import Admission, EngineRequest, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
+from kvrelay.node.fetches_under_way import FetchesUnderWay
 from kvrelay.node.lease_counts import LeaseCounts
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.publisher import Notify, Publisher
@@ -64,8 +65,8 @@ def _ignore_progress(request_id: str, num_blocks: int, are_published: bool) -> N
 
 class Node:
     """A node, used on the loop on which it was made. `fetch_timeout`: seconds that one fetch may take. `crashed` is set
-    when the engine or the publisher has failed, or the engine hangs. `make_engine_thread` makes the thread that steps
-    the engine."""
+    when the engine or the publisher has failed, or the engine or a fetch hangs. `make_engine_thread` makes the
+    thread that steps the engine."""
 
     def __init__(
         self,
@@ -90,16 +91,18 @@ class Node:
         self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
         outages = Outages(loop.time)
         self._publisher = Publisher(connector, self._unpin, outages)
+        self._fetches = FetchesUnderWay(loop.time)
         self._reception = ReceptionContext(
             connector,
             self.engine_thread,
+            self._fetches,
             Absences(loop.time),
             outages,
             block_size=engine.config.block_size,
             fetch_timeout=fetch_timeout,
             patience=2 * fetch_timeout,
         )
-        self._watchdog: Watchdog | None = None
+        self._watchdogs: list[Watchdog] = []
         self._hangs = False
         self._prefill_rate = prefill_rate
         self._handler: Callable[[StepResult], None] = lambda result: None
@@ -118,10 +121,15 @@ class Node:
         self._publisher.start(self._on_crash)
         self.engine_thread.start()
 
-    def watch_steps(self, timeout: float) -> None:
-        """Has an engine that makes no turn for `timeout` seconds count as crashed. Call once, after `start`."""
-        self._watchdog = Watchdog(lambda: self.engine_thread.num_turns, self._on_crash, timeout=timeout)
-        self._watchdog.start()
+    def watch(self, timeout: float) -> None:
+        """Has the node count as crashed when its engine makes no turn for `timeout` seconds, or a fetch does not return
+        so long after its time was over. Call once, after `start`."""
+        self._watchdogs = [
+            Watchdog(lambda: self.engine_thread.num_turns, EngineHungError, self._on_crash, timeout=timeout),
+            Watchdog(self._fetches.sign_of_life, self._fetches.hung, self._on_crash, timeout=timeout),
+        ]
+        for watchdog in self._watchdogs:
+            watchdog.start()
 
     def receiver(
         self,
@@ -140,8 +148,8 @@ class Node:
         await self.engine_thread.call(lambda engine: engine.check_idle())
 
     async def close(self) -> None:
-        if self._watchdog is not None:
-            await self._watchdog.close()
+        for watchdog in self._watchdogs:
+            await watchdog.close()
         await self.engine_thread.stop(0.0 if self._hangs else _STOP_SECONDS)
         await self._publisher.close()
         await self.connector.close()
@@ -189,6 +197,6 @@ class Node:
 
     def _on_crash(self, error: BaseException) -> None:
         _logger.critical("node %s does not work any more: %s", self.identity.node_id, error)
-        self._hangs = isinstance(error, EngineHungError)
+        self._hangs |= isinstance(error, EngineHungError)
         self.crashed.set()
         self.event_log.close()  # ends the streams of watchers at once

@@ -56,7 +56,7 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
     crashed = False
     try:
         port = await server.start(settings.host, settings.port)
-        node.watch_steps(settings.step_timeout)
+        node.watch(settings.step_timeout)
         address = address_of(settings.host, port)
         if not signals.stop.is_set():
             announce_ready(role=role, address=address, node_id=node.identity.node_id)

@@ -19,6 +19,7 @@ from kvrelay.core.outages import Outages
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Admission
 from kvrelay.node.absences import Absences
+from kvrelay.node.fetches_under_way import FetchesUnderWay
 from kvrelay.node.ladder import Ask, Ladder
 
 _logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class ReceptionContext:
 
     connector: KVConnector
     engine_thread: EngineThread
+    fetches: FetchesUnderWay
     absences: Absences
     outages: Outages
     block_size: int
@@ -164,8 +166,10 @@ class Receiver:
         if not requested:
             return tuple(outcomes.values())
         wanted = [self._missing[index] for index in requested]
+        timeout = self._timeout(ask)
         try:
-            found = await self._context.connector.fetch(source, wanted, timeout=self._timeout(ask))
+            with self._context.fetches.fetch(_origin(ask), timeout):
+                found = await self._context.connector.fetch(source, wanted, timeout=timeout)
             self._note(ask, found)
         except KVError as error:
             found = (FetchOutcome.FAILED,) * len(wanted)

@@ -125,8 +125,8 @@ class NodeOptions(ProcessSettings):
     step_timeout: float = Field(
         default=60.0,
         ge=5.0,
-        description="Seconds that an engine step may take; a node that hangs for longer exits with an error, to be "
-        "restarted.",
+        description="Seconds that an engine step may take, and a fetch of KV after its time is over; a node that hangs "
+        "for longer exits with an error, to be restarted.",
     )
 
     @field_validator("redis_url")

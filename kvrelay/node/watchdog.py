@@ -1,4 +1,4 @@
-"""Notices that the engine's thread hangs, with or without traffic.
+"""Notices that the engine's thread hangs, with or without traffic, or that a fetch does not return.
 
 An idle engine also makes a turn about once a second, so one that makes none is stuck in a step or in a message.
 Invariant: time is counted in checks by our own loop, so that a process that was stopped as a whole does not count as
@@ -16,31 +16,44 @@ _LONGEST_INTERVAL_SECONDS = 1.0
 class EngineHungError(Exception):
     """The engine makes no step any more; only a restart helps."""
 
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the engine has made no step for {seconds:g} seconds; if its steps may take that long, raise "
+            "--step-timeout or lower --max-num-batched-tokens"
+        )
+
 
 class Watchdog:
-    """A task that checks that `num_turns`, the number of turns of the engine's thread, grows. `on_hang` is called once,
-    on the loop, when it has not grown for `timeout` seconds."""
+    """A task that checks that what `sign_of_life` returns changes, such as the number of turns of the engine's thread.
+    `on_hang` is called once, on the loop, when it has not changed for `timeout` seconds, with what `error` makes of
+    them."""
 
     def __init__(
-        self, num_turns: Callable[[], int], on_hang: Callable[[BaseException], None], *, timeout: float
+        self,
+        sign_of_life: Callable[[], object],
+        error: Callable[[float], BaseException],
+        on_hang: Callable[[BaseException], None],
+        *,
+        timeout: float,
     ) -> None:
-        self._num_turns = num_turns
+        self._sign_of_life = sign_of_life
+        self._error = error
         self._on_hang = on_hang
         self._timeout = timeout
         self._interval = min(_LONGEST_INTERVAL_SECONDS, timeout / 4)
-        self._seen = -1
+        self._seen: object = object()
         self._still_seconds = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._check_forever(), name="engine-watchdog")
+        self._task = asyncio.get_running_loop().create_task(self._check_forever(), name="watchdog")
 
     async def close(self) -> None:
         await end_tasks(self._task)
 
     def check(self) -> bool:
-        """Checks once, one interval after the last time; returns whether the engine still works."""
-        seen = self._num_turns()
+        """Checks once, one interval after the last time; returns whether what it watches still works."""
+        seen = self._sign_of_life()
         self._still_seconds = self._still_seconds + self._interval if seen == self._seen else 0.0
         self._seen = seen
         return self._still_seconds < self._timeout
@@ -50,9 +63,4 @@ class Watchdog:
             if not self.check():
                 break
             await asyncio.sleep(self._interval)
-        self._on_hang(
-            EngineHungError(
-                f"the engine has made no step for {self._timeout:g} seconds; if its steps may take that long, raise "
-                "--step-timeout or lower --max-num-batched-tokens"
-            )
-        )
+        self._on_hang(self._error(self._timeout))

@@ -15,6 +15,7 @@ from kvrelay.core.outages import Outages
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.absences import Absences
+from kvrelay.node.fetches_under_way import FetchesUnderWay
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, ReceptionContext, deadline_after
 from tests.manual_clock import ManualClock
@@ -104,6 +105,7 @@ async def reception(
             ReceptionContext(
                 connector,
                 node.engine_thread,
+                FetchesUnderWay(lambda: 0.0),
                 absences or Absences(lambda: 0.0),
                 outages or Outages(lambda: 0.0),
                 block_size=BLOCK_SIZE,

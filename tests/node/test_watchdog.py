@@ -11,7 +11,7 @@ from decode_node.service import DecodeService
 from kvrelay.core.rpc import WHOLE_SERVER
 from kvrelay.engine.engine import Engine
 from kvrelay.node.server import NodeServer
-from kvrelay.node.watchdog import Watchdog
+from kvrelay.node.watchdog import EngineHungError, Watchdog
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from tests.node.fake_node import make_node
 from tests.node.health import health_of
@@ -21,13 +21,13 @@ PATIENCE = 10.0
 
 def test_only_an_engine_that_does_not_turn_hangs() -> None:
     turns = iter([5, 5, 5, 6, 6, 6, 6, 6])
-    dog = Watchdog(lambda: next(turns), lambda error: None, timeout=4.0)  # checks every second
+    dog = Watchdog(lambda: next(turns), EngineHungError, lambda error: None, timeout=4.0)  # checks every second
     assert [dog.check() for _ in range(8)] == [True] * 7 + [False]
 
 
 def test_time_is_counted_in_checks() -> None:
     """A process that was stopped for an hour has checked once."""
-    dog = Watchdog(lambda: 1, lambda error: None, timeout=60.0)
+    dog = Watchdog(lambda: 1, EngineHungError, lambda error: None, timeout=60.0)
     assert all(dog.check() for _ in range(60))
     assert not dog.check()
 
@@ -53,7 +53,7 @@ async def test_a_node_whose_engine_hangs_reports_it_and_ends_its_watchers_stream
             stub: Any = node_pb2_grpc.NodeStub(channel)
             assert [await health_of(channel, name) for name in (WHOLE_SERVER, service.name)] == ["SERVING"] * 2
             node.engine_thread.post(hang)
-            node.watch_steps(0.2)
+            node.watch(0.2)
             async with asyncio.timeout(PATIENCE):
                 await node.crashed.wait()
                 await watching
@@ -73,7 +73,7 @@ async def test_an_idle_engine_does_not_hang() -> None:
     node = make_node()
     NodeServer(node, service := DecodeService(node))
     service.start()
-    node.watch_steps(PATIENCE)
+    node.watch(PATIENCE)
     before = node.engine_thread.num_turns
     async with asyncio.timeout(PATIENCE):
         while node.engine_thread.num_turns < before + 2:
