@@ -1,8 +1,8 @@
 """Which prefill nodes' KV gets to a decode node. A router may reach two nodes that do not reach each other; then one of
 them computes prompts for the other in vain.
 
-Invariant: a link over which KV gets through is used. One over which nothing came several times in a row is left alone
-for a while, and then tried by one prompt at a time.
+Invariant: a link over which KV gets through is used. One that failed several times in a row, that is, brought nothing
+or broke off, is left alone for a while, and then tried by one prompt at a time.
 """
 
 from random import Random
@@ -21,11 +21,11 @@ class Links:
     def __init__(self, clock: Clock, random: Random) -> None:
         self._clock = clock
         self._random = random
-        self._breakers: dict[KVSource, CircuitBreaker] = {}  # of the links over which nothing came lately
+        self._breakers: dict[KVSource, CircuitBreaker] = {}  # of the links that failed lately
 
     def failing(self) -> list[KVSource]:
-        """Returns the prefill nodes that are left alone or tried again, since nothing came from them. They may have
-        ended meanwhile."""
+        """Returns the prefill nodes that are left alone or tried again, since their KV did not get here. They may
+        have ended meanwhile."""
         return [source for source, breaker in self._breakers.items() if breaker.is_open]
 
     def broken(self) -> list[KVSource]:
@@ -70,11 +70,14 @@ class Delivery:
         self._is_over = False
 
     def settle(self, fetches: FetchReport, *, lacks_blocks: bool) -> None:
-        """Takes note of what the decode node has fetched. `lacks_blocks`: not all that `source` should have sent."""
+        """Takes note of what the decode node has fetched. `lacks_blocks`: not all that `source` should have sent. A
+        link that brings a part and breaks off costs each prompt as much time as one that brings nothing; blocks that
+        were evicted or damaged say nothing against it."""
         if self._is_over:
             return
         origin = STORE if self._source.is_store_only else self._source.node_id
-        if any(node_id == origin for node_id, _ in fetches.fetched):
+        broke_off = lacks_blocks and fetches.num_failed > 0  # perhaps from another holder, hardly three times in a row
+        if not broke_off and any(node_id == origin for node_id, _ in fetches.fetched):
             self._is_over = True
             self._links.arrived(self._source)
         elif lacks_blocks and self._attempt is not None:

@@ -1,6 +1,7 @@
 """Which prefill nodes' KV is expected to get to a decode node, after what has and has not got there."""
 
 import logging
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -84,6 +85,23 @@ def test_what_was_under_way_when_the_link_was_given_up_may_still_show_that_it_wo
     assert case.links.broken() == [P]
     before[4].settle(CAME, lacks_blocks=True)
     assert case.links.broken() == [], "a part of the blocks shows as much"
+
+
+def test_a_link_that_breaks_off_after_some_blocks_is_left_alone_but_not_one_whose_blocks_are_lost(case: Case) -> None:
+    """The decode node waits for its fetch to time out each time; what was evicted or damaged it knows at once."""
+    lost = replace(CAME, num_missing=1, num_refused=1)
+    broken_off = replace(CAME, num_failed=1)
+    for _ in range(4):
+        case.begin().settle(lost, lacks_blocks=True)
+    for report, lacks_blocks in ((lost, True), (broken_off, False)):  # the latter: another node's blocks failed
+        for _ in range(2):
+            case.begin().settle(broken_off, lacks_blocks=True)
+        case.begin().settle(report, lacks_blocks=lacks_blocks)
+    for _ in range(2):
+        case.begin().settle(broken_off, lacks_blocks=True)
+    assert case.links.broken() == [], "not three in a row"
+    case.begin().settle(broken_off, lacks_blocks=True)
+    assert case.links.broken() == [P]
 
 
 def test_of_a_node_that_publishes_to_a_store_blocks_come_from_there(case: Case) -> None:
