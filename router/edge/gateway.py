@@ -6,11 +6,9 @@ wrong.
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -30,11 +28,13 @@ from kvrelay.core.errors import (
     GivenUpError,
     InvalidRequestError,
     KVRelayError,
+    OverloadedError,
     UnknownModelError,
     status_of,
 )
 from kvrelay.core.rpc import RETRY_DELAY_SECONDS
 from kvrelay.core.turns import in_turns
+from router.edge.body_budget import BodyBudget, BodyShare
 from router.edge.echo import echoes
 from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
@@ -47,6 +47,10 @@ from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
 _REQUEST_ID = "kvrelay.request_id"
 
 BodyT = TypeVar("BodyT", bound=Body)
+GenerationBodyT = TypeVar("GenerationBodyT", bound=GenerationBody)
+
+# So many of the largest size may arrive, and wait for their admission, at a time.
+BODIES_AT_A_TIME = 32
 
 # OpenAI's own codes, by which clients recognise a wrong name, and a conversation that they have to shorten.
 _OPENAI_CODES: dict[type[KVRelayError], str] = {
@@ -103,12 +107,26 @@ def _cross_origin(allowed: Sequence[str]) -> list[Middleware]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Streaming:
+    """How an answer is streamed: with `include_usage`, its last event has the usage; with `continuous_usage`, all."""
+
+    include_usage: bool
+    continuous_usage: bool
+
+    @classmethod
+    def of(cls, body: GenerationBody) -> Self | None:
+        """Returns what a body asks for; None if the answer is not to be streamed."""
+        return cls(body.include_usage, body.continuous_usage) if body.stream else None
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
     """The prompts of one call, as `clients`, and the form of the answer. Outputs follow the `echoed` prompts, or are
-    left out with `only_echoes`."""
+    left out with `only_echoes`. `streaming` None: the answer is whole."""
 
     clients: Sequence[ClientRequest]
     shape: Format
+    streaming: _Streaming | None
     id_prefix: str
     echoed: Sequence[TextPrompt | TokenPrompt] = ()
     only_echoes: bool = False
@@ -119,11 +137,17 @@ class _Gateway:
         self._edge = edge
         self._version = version
         self._max_body_bytes = max_body_bytes
+        self._bodies = BodyBudget(BODIES_AT_A_TIME * max_body_bytes)
         # Unix time, which clients expect; nothing here is measured with it.
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request, CompletionBody)
+        return await self._respond(request, CompletionBody, self._completion)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._respond(request, ChatBody, self._chat)
+
+    def _completion(self, body: CompletionBody) -> _Call:
         with self._edge.counting_errors():
             sampling = body.sampling(logprobs=body.logprobs)
             if body.echo and body.logprobs is not None:
@@ -144,17 +168,16 @@ class _Gateway:
             )
             for prompt in prompts
         ]
-        call = _Call(
+        return _Call(
             clients,
             CompletionFormat(self._edge.tokenizer),
+            _Streaming.of(body),
             id_prefix="cmpl",
             echoed=prompts if body.echo else (),
             only_echoes=body.only_echoes,
         )
-        return await self._respond(request, body, call)
 
-    async def chat(self, request: Request) -> Response:
-        body = await self._body(request, ChatBody)
+    def _chat(self, body: ChatBody) -> _Call:
         with self._edge.counting_errors():
             sampling = body.sampling(logprobs=body.num_logprobs)
         newer_name = body.max_completion_tokens is not None
@@ -167,22 +190,23 @@ class _Gateway:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
         )
-        call = _Call([client], ChatFormat(self._edge.tokenizer), id_prefix="chatcmpl")
-        return await self._respond(request, body, call)
+        return _Call([client], ChatFormat(self._edge.tokenizer), _Streaming.of(body), id_prefix="chatcmpl")
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, TokenizeBody)
-        with self._edge.counting_errors():
-            prompt = body.wanted()
-        work = self._edge.tokenize(prompt, body.model)
-        token_ids, max_model_len = await until_disconnect(request.receive, work)
+        with self._bodies.share() as share:
+            body = await self._body(request, TokenizeBody, share)
+            with self._edge.counting_errors():
+                prompt = body.wanted()
+            work = self._edge.tokenize(prompt, body.model)
+            token_ids, max_model_len = await until_disconnect(request.receive, work)
         answer: Json = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids)}
         if body.return_token_strs:
             answer["token_strs"] = await in_turns(self._edge.tokenizer.token_text, token_ids)
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, DetokenizeBody)
+        with self._bodies.share() as share:
+            body = await self._body(request, DetokenizeBody, share)
         text = self._edge.detokenize(body.tokens, body.model, skip_special_tokens=False, field="tokens")
         return JSONResponse({"prompt": text})
 
@@ -208,23 +232,43 @@ class _Gateway:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._version})
 
-    async def _body(self, request: Request, form: type[BodyT]) -> BodyT:
-        """Reads and parses a body, whose bytes are not kept: there may be megabytes of them, and minutes of work."""
-        data = await read_json_body(request, self._max_body_bytes)
+    async def _body(self, request: Request, form: type[BodyT], share: BodyShare) -> BodyT:
+        """Reads and parses a body, whose bytes are not kept: there may be megabytes of them."""
+        try:
+            data = await read_json_body(request, self._max_body_bytes, share)
+        except OverloadedError as error:
+            self._edge.metrics.count_error(error)
+            raise
         with self._edge.counting_errors():
             return form.parse(data)
 
-    async def _respond(self, request: Request, body: GenerationBody, call: _Call) -> Response:
+    async def _respond(
+        self, request: Request, form: type[GenerationBodyT], call_of: Callable[[GenerationBodyT], _Call]
+    ) -> Response:
         """Answers with the outputs of all prompts of a call. If the client leaves, the work for it ends, even while its
-        prompts are tokenised."""
-        begin = partial(self._begin, request, call)
-        if body.stream:
-            usage, continuous = body.include_usage, body.continuous_usage
-            return EventStream(_streamed(begin, include_usage=usage, continuous_usage=continuous))
-        whole = await until_disconnect(request.receive, _whole(begin))
-        return Response(whole, media_type="application/json")
+        prompts are tokenised. While the outputs come, which may take minutes, nothing of the body is kept."""
+        with self._bodies.share() as share:
+            generation, streaming = await self._begin(request, form, call_of, share)
+        if streaming is None:
+            return Response(await until_disconnect(request.receive, generation.whole()), media_type="application/json")
+        events = generation.stream(
+            include_usage=streaming.include_usage,
+            continuous_usage=streaming.continuous_usage,
+            error_body=_error_body,
+        )
+        return EventStream(events)
 
-    async def _begin(self, request: Request, call: _Call) -> HttpGeneration:
+    async def _begin(
+        self,
+        request: Request,
+        form: type[GenerationBodyT],
+        call_of: Callable[[GenerationBodyT], _Call],
+        share: BodyShare,
+    ) -> tuple[HttpGeneration, _Streaming | None]:
+        call = call_of(await self._body(request, form, share))
+        return await until_disconnect(request.receive, self._admitted(request, call)), call.streaming
+
+    async def _admitted(self, request: Request, call: _Call) -> HttpGeneration:
         """Admits all prompts of a call, before any of them runs."""
         response_id = f"{call.id_prefix}-{request.scope[_REQUEST_ID]}"
         num_clients = len(call.clients)
@@ -248,20 +292,6 @@ class _Gateway:
             "owned_by": "kvrelay",
             "max_model_len": self._edge.relay.served_model().max_model_len,
         }
-
-
-async def _whole(begin: Callable[[], Awaitable[HttpGeneration]]) -> bytes:
-    return await (await begin()).whole()
-
-
-async def _streamed(
-    begin: Callable[[], Awaitable[HttpGeneration]], *, include_usage: bool, continuous_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    generation = await begin()
-    stream = generation.stream(include_usage=include_usage, continuous_usage=continuous_usage, error_body=_error_body)
-    async with aclosing(stream) as events:
-        async for event in events:
-            yield event
 
 
 def _error_body(error: KVRelayError) -> Json:

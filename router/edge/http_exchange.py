@@ -1,7 +1,8 @@
 """One HTTP exchange, below the application: reading a bounded body, streaming events, noticing a disconnect.
 
-Invariant: a body beyond the limit is never held in memory, and one that does not arrive in time no longer. When the
-client disconnects, the work for it is cancelled, and it has ended before the exchange ends.
+Invariant: a body beyond the limit is never held in memory, and one that does not arrive in time no longer. Nothing more
+is read of a body for which there is no room beside the others. When the client disconnects, the work for it is
+cancelled, and it has ended before the exchange ends.
 """
 
 import asyncio
@@ -15,10 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.core.errors import CancelledByPeerError, KVRelayError, UnavailableError
+from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.core.rpc import WRITE_SECONDS
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.write_deadline import WriteDeadline
+from router.edge.body_budget import BodyShare
 from router.edge.http_protocol import ABORT
 
 _logger = logging.getLogger(__name__)
@@ -34,10 +36,11 @@ DRAIN_SECONDS = 5.0
 T = TypeVar("T")
 
 
-async def read_json_body(request: Request, max_bytes: int, *, seconds: float = BODY_SECONDS) -> bytes:
-    """Reads the body. Raises HTTPException 415 if it is not plain JSON, 413 if it is larger than `max_bytes`, and 408
-    if it takes longer than `seconds` and what its bytes add to them. Raises CancelledByPeerError if the client
-    disconnects before its end, and UnavailableError if the server stops."""
+async def read_json_body(request: Request, max_bytes: int, share: BodyShare, *, seconds: float = BODY_SECONDS) -> bytes:
+    """Reads the body, which counts in `share` until that is given back. Raises HTTPException 415 if it is not plain
+    JSON, 413 if it is larger than `max_bytes`, and 408 if it takes longer than `seconds` and what its bytes add to
+    them; OverloadedError instead if it waits for room by then. Raises CancelledByPeerError if the client disconnects
+    before its end, and UnavailableError if the server stops."""
     # A web page may send a body of no type to any address, without asking. Other clients may leave the type out.
     default = "of no type" if "origin" in request.headers else "application/json"
     content_type = request.headers.get("content-type", default).partition(";")[0].strip().lower()
@@ -58,16 +61,21 @@ async def read_json_body(request: Request, max_bytes: int, *, seconds: float = B
             async for chunk in chunks:
                 if len(body) + len(chunk) > max_bytes:
                     body.clear()
+                    share.give_back()
                     deadline.reschedule(None)  # draining has a limit of its own
                     await _drain(chunks)
                     raise _too_large(max_bytes)
                 body += chunk
                 deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
+                await share.hold(len(body))
+        await share.whole()
     except ClientDisconnect:
         raise CancelledByPeerError("the client disconnected while sending") from None
     except asyncio.CancelledError:  # by the server that stops, which would log it as a failure and answer a plain 500
         raise UnavailableError("the router is stopping") from None
     except TimeoutError:
+        if share.waited_in_vain:
+            raise OverloadedError("other bodies take all the memory that they may; try again later") from None
         more = f"and another second for each {BODY_BYTES_PER_SECOND} bytes of it"
         message = f"the body did not arrive within {seconds:g} s, {more}: send it faster, or a smaller one"
         raise HTTPException(408, message, headers={"connection": "close"}) from None

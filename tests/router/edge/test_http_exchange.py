@@ -19,12 +19,14 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from router.edge.body_budget import BodyBudget
 from router.edge.http_exchange import BODY_BYTES_PER_SECOND, EventStream, read_json_body, until_disconnect
 from router.edge.http_protocol import ABORT, MAX_WAITING
 from tests.router.edge.edge_parts import ScriptedRelay, http_server
 from tests.router.edge.gateway_client import serving
 
 PATIENCE = 10.0
+IGNORED = "x" * 900_000  # in a field that is not known
 
 
 @pytest.mark.parametrize("num_wanted", [1, 3])
@@ -117,8 +119,11 @@ async def test_so_is_that_of_a_client_that_takes_nothing_of_a_whole_answer(conne
 async def reading_bodies(seconds: float) -> AsyncIterator[int]:
     """Runs a server that answers a POST with the number of its bytes, and yields the port."""
 
+    budget = BodyBudget(1 << 30)
+
     async def count(request: Request) -> Response:
-        return Response(str(len(await read_json_body(request, 1 << 30, seconds=seconds))))
+        with budget.share() as share:
+            return Response(str(len(await read_json_body(request, 1 << 30, share, seconds=seconds))))
 
     async with http_server(Starlette(routes=[Route("/", count, methods=["POST"])])) as port:
         yield port
@@ -323,21 +328,35 @@ async def test_the_prompt_of_a_client_that_has_left_is_not_tokenised(
         threads.free()
 
 
-async def test_the_bytes_of_a_body_are_not_kept_while_its_request_runs(tokenizer: Tokenizer) -> None:
-    ignored = 900_000
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "ignored": IGNORED}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello", "ignored": IGNORED}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello", "ignored": IGNORED}]}]},
+        ),
+    ],
+    ids=["the body", "a message", "a part"],
+)
+async def test_what_a_body_had_is_not_kept_while_its_request_runs(
+    tokenizer: Tokenizer, path: str, body: dict[str, object], stream: bool
+) -> None:
     relay = ScriptedRelay(tokenizer, hang_at=0)
     async with serving(relay) as gateway:
         tracemalloc.start()
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-            body = json.dumps({"prompt": "hello", "ignored": "x" * ignored}).encode()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-            del body
+            data = json.dumps(body | {"stream": stream}).encode()
+            writer.write(b"POST %s HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(data), data))
+            del data
             async with asyncio.timeout(PATIENCE):
                 await writer.drain()
                 while not relay.num_running:
                     await asyncio.sleep(0.001)
-            assert tracemalloc.get_traced_memory()[0] < ignored
+            assert tracemalloc.get_traced_memory()[0] < len(IGNORED)
             writer.close()
         finally:
             tracemalloc.stop()
