@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,8 @@ from kvrelay.core.tokenizer_files import refuse_without_tokenizer
 # Tokenising more characters, or rendering more messages, would keep an event loop waiting for too long.
 LONG_TEXT_CHARS = 8 * 1024
 LONG_CHAT_MESSAGES = 128
+# While it is tokenised, a text takes a hundred times its size in memory: larger ones take turns.
+HUGE_TEXT_CHARS = 1024 * 1024
 
 ChatMessage = Mapping[str, str]
 """A message of a chat, with the keys `role` and `content`."""
@@ -66,6 +69,7 @@ class Tokenizer:
         self.decodes_bytes = decoders == ["ByteLevel"]  # a text is the bytes of its tokens
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
+        self._one_at_a_time = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
 
     @classmethod
     def load(cls, model: str) -> Self:
@@ -96,10 +100,13 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encodes a text; a long one in a thread, so that the event loop does not wait."""
-        if len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._encode_unlocked, text, add_special_tokens=add_special_tokens)
-        return self.encode_now(text, add_special_tokens=add_special_tokens)
+        """Encodes a text; a long one in a thread, so that the event loop does not wait, and a huge one after those that
+        came before it."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return self.encode_now(text, add_special_tokens=add_special_tokens)
+        encode = partial(self._encode_unlocked, text, add_special_tokens=add_special_tokens)
+        threads = self._one_at_a_time if len(text) > HUGE_TEXT_CHARS else None
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes a text at once, for callers without an event loop."""

@@ -1,6 +1,7 @@
 """The tokenizer of a model directory: long texts, the bytes of tokens, and directories without one."""
 
 import asyncio
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
+from kvrelay.text import tokenizer as tokenizer_module
 from kvrelay.text.tokenizer import LONG_CHAT_MESSAGES, LONG_TEXT_CHARS, Tokenizer
 from tests.text.tiny_tokenizer import sentencepiece_like, write_tokenizer
 
@@ -31,6 +33,32 @@ async def test_the_event_loop_turns_while_a_long_text_is_encoded(tokenizer: Toke
         turns.append(time.perf_counter())
     longest_wait = max(later - earlier for earlier, later in pairwise(turns))
     assert longest_wait < (turns[-1] - turns[0]) / 2, "it has waited for most of the time"
+
+
+async def test_huge_texts_are_encoded_one_at_a_time_and_a_long_one_does_not_wait_for_them(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads together would take gigabytes for them."""
+    monkeypatch.setattr(tokenizer_module, "HUGE_TEXT_CHARS", 2 * LONG_TEXT_CHARS)
+    encode, begun, may_end = tokenizer._encode_unlocked, [], threading.Event()
+
+    def held_up(text: str, *, add_special_tokens: bool) -> list[int]:
+        begun.append(len(text))
+        assert len(text) <= 2 * LONG_TEXT_CHARS or may_end.wait(60)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encode_unlocked", held_up)
+    huge, long = "x" * (2 * LONG_TEXT_CHARS + 1), "x" * 2 * LONG_TEXT_CHARS
+    encoding = [asyncio.create_task(tokenizer.encode(huge, add_special_tokens=False)) for _ in range(3)]
+    try:
+        await asyncio.sleep(0)
+        assert await tokenizer.encode(long, add_special_tokens=False)
+        while len(huge) not in begun:
+            await asyncio.sleep(0)
+        assert sorted(begun) == [len(long), len(huge)]
+    finally:
+        may_end.set()
+    assert len(await asyncio.gather(*encoding)) == 3
 
 
 async def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
