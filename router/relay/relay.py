@@ -13,10 +13,11 @@ from random import Random, SystemRandom
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from router.nodes.registry import Registry
+from router.relay.inbox import Inboxes
 from router.relay.limits import RelayLimits
 from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics
-from router.relay.supervisor import RequestSupervisor
+from router.relay.supervisor import Reaction, RequestSupervisor
 from router.relay.tally import Tally
 from router.request import RequestEvent, RoutedRequest, ServedModel
 
@@ -47,6 +48,7 @@ class ClusterRelay:
         for node in registry.decode:
             node.on_live = self._decode_node_came
         self._running: dict[str, RequestSupervisor] = {}
+        self._inboxes: Inboxes[Reaction] = Inboxes()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -121,6 +123,7 @@ class ClusterRelay:
             f"{request.request_id}.{self._tag}.{next(self._wire_numbers)}",
             self._placer,
             Tally(request, self._clock, self._metrics),
+            self._inboxes,
             limits=self._limits,
             clock=self._clock,
             random=self._random,

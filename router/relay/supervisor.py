@@ -40,6 +40,7 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from router.nodes.node import NodeHandle
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
+from router.relay.inbox import Inboxes
 from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillFinished
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
@@ -75,7 +76,7 @@ class Place(Protocol):
         ...
 
 
-_Reaction = Callable[[], Sequence[RequestEvent]]
+Reaction = Callable[[], Sequence[RequestEvent]]
 """Handles something that happened: returns the events for the client, or raises the error that ends the request."""
 
 
@@ -89,6 +90,7 @@ class RequestSupervisor:
         wire_id: str,
         place: Place,
         tally: Tally,
+        inboxes: "Inboxes[Reaction]",
         *,
         limits: RelayLimits,
         clock: Clock,
@@ -104,7 +106,7 @@ class RequestSupervisor:
         self._clock = clock
         self._random = random
         self._began_at = clock.now()
-        self._inbox: asyncio.Queue[_Reaction] = asyncio.Queue()
+        self._inbox = inboxes.open(self._on_too_slow)
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
         self._shares: list[Share] = []
@@ -132,7 +134,7 @@ class RequestSupervisor:
             raise
         finally:
             self._close()
-            self._inbox = asyncio.Queue()  # what nobody has read refers to this supervisor, too
+            self._inbox.close()  # what nobody has read refers to this supervisor, too
 
     def finish(self, index: int) -> None:
         """Marks an output as finished, as `Relay.finish` describes."""
@@ -281,7 +283,7 @@ class RequestSupervisor:
         """Lets the share wait until a decode node becomes live, and ends the request if none does in time."""
         self._wait(share, max(0.0, self._wait_left(share)), partial(self._on_waited, share))
 
-    def _wait(self, share: Share, seconds: float, react: _Reaction) -> None:
+    def _wait(self, share: Share, seconds: float, react: Reaction) -> None:
         share.wait = asyncio.get_running_loop().call_later(seconds, self._inbox.put_nowait, react)
 
     def _wait_left(self, share: Share) -> float:
@@ -332,6 +334,12 @@ class RequestSupervisor:
     def _on_deadline(self) -> None:
         """Ends the request because its time is over."""
         self.abort(self._log_deadline())
+
+    def _on_too_slow(self) -> None:
+        """Ends the request because its client takes less than comes, and has left most of all that waits here."""
+        error = CancelledByPeerError("the client takes its tokens too slowly: too many wait for it")
+        _logger.warning("request %s: %s", self._wire_id, error)
+        self.abort(error)
 
     def _log_deadline(self) -> DeadlineError:
         """Returns the error of a request whose time is over, and says in the log what it waited for."""

@@ -1,0 +1,68 @@
+"""Inboxes share a limit: when it is reached, the request whose client has left the most ends."""
+
+from contextlib import aclosing
+from functools import partial
+
+import pytest
+
+from kvrelay.core.errors import CancelledByPeerError
+from kvrelay.core.outputs import FinishReason
+from router.relay.inbox import Inboxes
+from tests.router.routed import a_request, begun, take, take_trace
+from tests.router.scripted_cluster import cluster
+from tests.router.scripted_nodes import token, until
+
+
+def test_the_fullest_inbox_is_emptied_when_all_together_have_too_much() -> None:
+    ended: list[str] = []
+    inboxes: Inboxes[int] = Inboxes(max_items=4)
+    one, two, three = (inboxes.open(partial(ended.append, name)) for name in ("one", "two", "three"))
+    one.put_nowait(1)
+    two.put_nowait(2)
+    two.put_nowait(3)
+    three.put_nowait(4)
+    assert ended == []
+    one.put_nowait(5)
+    assert ended in (["one"], ["two"])  # which are equally full
+    three.put_nowait(6)
+    assert (len(ended), three.qsize()) == (1, 2)
+    three.put_nowait(7)
+    assert ended[1:] == ["three"] and three.empty()
+
+
+async def test_what_was_read_and_what_a_closed_inbox_had_leaves_room() -> None:
+    inboxes: Inboxes[int] = Inboxes(max_items=2)
+    ended: list[str] = []
+    one, two = (inboxes.open(partial(ended.append, name)) for name in ("one", "two"))
+    one.put_nowait(1)
+    two.put_nowait(2)
+    two.close()
+    two.put_nowait(3)
+    for number in range(5):
+        one.put_nowait(number)
+        await one.get()
+    assert two.empty() and ended == []
+    one.put_nowait(8)
+    assert ended == []
+    one.put_nowait(9)
+    assert ended == ["one"]
+
+
+async def test_a_request_whose_client_takes_too_little_ends_at_its_nodes_and_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request("slow"))) as slow:
+        nodes.relay._inboxes._max_items = 3
+        _, slow_id = await begun(nodes, slow, token(7))
+        async with aclosing(nodes.relay.run(a_request("fast"))) as fast:
+            _, fast_id = await begun(nodes, fast, token(7))
+            for _ in range(4):
+                nodes.decode.tokens(slow_id, token(8))
+            assert await nodes.decode.aborted() == slow_id
+            with pytest.raises(CancelledByPeerError, match="too slowly"):
+                await take(slow)
+            assert f"request {slow_id}: the client takes its tokens too slowly" in caplog.text
+            nodes.decode.tokens(fast_id, token(9, finish=FinishReason.LENGTH))
+            assert await take(fast) == token(9, finish=FinishReason.LENGTH)
+            await take_trace(fast)
+        await until(lambda: not nodes.relay._running.get("fast"))
