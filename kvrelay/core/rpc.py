@@ -4,6 +4,7 @@ Invariant: an error of our tree leaves a service as a status code, a message and
 the same class again on the other side. Any other exception leaves as INTERNAL, without its message.
 """
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
@@ -57,6 +58,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 512
 # A peer that takes nothing from its stream for so long counts as gone; until then its stream keeps its resources.
 WRITE_SECONDS = 60.0
+# A call whose request has not arrived after so long is ended. The largest HTTP body of a router may take as long.
+REQUEST_SECONDS = 180.0
 WHOLE_SERVER = ""  # the health service's name for the server as a whole, which serves while the process works
 
 Options = list[tuple[str, int]]
@@ -212,23 +215,25 @@ Behavior = Callable[[Any, Context], Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for the type checker only
 
 
-_HANDLER_KINDS: tuple[tuple[str, Callable[..., "Handler"]], ...] = (
-    ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    ("stream_stream", grpc.stream_stream_rpc_method_handler),
-)
+_HANDLER_KINDS: dict[str, Callable[..., "Handler"]] = {
+    "unary_unary": grpc.unary_unary_rpc_method_handler,
+    "stream_unary": grpc.stream_unary_rpc_method_handler,
+    "unary_stream": grpc.unary_stream_rpc_method_handler,
+    "stream_stream": grpc.stream_stream_rpc_method_handler,
+}
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """The one place where a servicer's exceptions become statuses.
 
     Cancellation passes through. The generator of a stream is closed together with its call, or after the other side has
-    taken nothing for `write_timeout` seconds.
+    taken nothing for `write_timeout` seconds. A call that takes one request ends with DeadlineError if that has not
+    arrived after `request_timeout` seconds.
     """
 
-    def __init__(self, *, write_timeout: float = WRITE_SECONDS) -> None:
+    def __init__(self, *, write_timeout: float = WRITE_SECONDS, request_timeout: float = REQUEST_SECONDS) -> None:
         self._write_timeout = write_timeout
+        self._request_timeout = request_timeout
 
     async def intercept_service(
         self,
@@ -238,7 +243,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        for kind, make in _HANDLER_KINDS:
+        for kind, make in _HANDLER_KINDS.items():
             behavior: Behavior | None = getattr(handler, kind)
             if behavior is not None:
                 coroutine = (
@@ -246,7 +251,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 )
                 deserializer = handler.request_deserializer
                 if kind.startswith("unary_") and deserializer is not None:
-                    coroutine, deserializer = _parsed(coroutine, deserializer), None
+                    coroutine, deserializer = _received(coroutine, deserializer, self._request_timeout), None
+                    make = _HANDLER_KINDS[kind.replace("unary_", "stream_", 1)]  # the same on the wire
                 guarded = _guarded(coroutine, handler_call_details.method)
                 return make(guarded, deserializer, handler.response_serializer)
         return handler
@@ -257,8 +263,10 @@ def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], time
     `timeout` seconds, closes the generator at once and in the same task."""
 
     async def write_all(request: Any | AsyncIterator[Any], context: Context) -> None:
+        responses = behavior(request, context)
+        del request  # of maybe megabytes: the responses may take minutes
         with closing(WriteDeadline(timeout)) as deadline:
-            async with aclosing(behavior(request, context)) as responses:
+            async with aclosing(responses):
                 async for response in responses:
                     with deadline:
                         await context.write(response)
@@ -266,11 +274,22 @@ def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], time
     return write_all
 
 
-def _parsed(behavior: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior:
-    """Parses the request here, because gRPC itself would report an invalid message as a failure of the server."""
+def _received(behavior: Behavior, deserialize: Callable[[bytes], Any], timeout: float) -> Behavior:
+    """Reads and parses the one request here. gRPC itself would wait for it for ever, keep it as long as the call takes,
+    and report an invalid one as a failure of the server."""
 
-    async def call(request: bytes, context: Context) -> Any:
-        return await behavior(deserialize(request), context)
+    async def read(context: Context) -> Any:
+        try:
+            async with asyncio.timeout(timeout):
+                data = await context.read()
+        except TimeoutError:
+            raise DeadlineError(f"the request did not arrive within {timeout:g} s") from None
+        if data is grpc.aio.EOF:
+            raise InvalidRequestError("the call has no request")
+        return deserialize(data)
+
+    async def call(_: AsyncIterator[bytes], context: Context) -> Any:
+        return await behavior(await read(context), context)
 
     return call
 

@@ -64,6 +64,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         routed = await self._admit(request, context)
+        del request  # of maybe megabytes: the answer may take minutes
         usage = router_pb2.Usage(prompt_tokens=len(routed.prompt_token_ids))
         trace: RequestTrace | None = None
         async with aclosing(self._edge.generate(routed)) as events:
@@ -83,6 +84,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> router_pb2.GenerateResponse:
         routed = await self._admit(request, context)
+        del request  # of maybe megabytes: the answer may take minutes
         usage = router_pb2.Usage(prompt_tokens=len(routed.prompt_token_ids))
         num_bytes = 0  # of log-probabilities, which are most of a long answer; in the end of all of it
         n = routed.sampling.n

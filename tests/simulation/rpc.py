@@ -86,8 +86,9 @@ class ServerCall:
     def __init__(self, server: Server, call: "Call", request: bytes | None) -> None:
         self._server = server
         self._call = call
-        self._request = request
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: no more will come
+        if request is not None:
+            self._requests.put_nowait(request)
         self._handler: Any = None
         self._is_over = False
         self._aborted: Status | None = None
@@ -111,6 +112,11 @@ class ServerCall:
 
     # -- the servicer's context ----------------------------------------------------------------------------------------
 
+    async def read(self) -> Any:
+        """Returns a request as it came; those of streams come through an iterator."""
+        data = await self._requests.get()
+        return grpc.aio.EOF if data is None else data
+
     async def write(self, message: Any) -> None:
         if self._is_over:
             raise grpc.aio.UsageError("RPC already finished.")
@@ -133,13 +139,11 @@ class ServerCall:
             self._handler = await self._server.handler(self._call.method)
             if self._handler is None:
                 status = Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-            elif self._handler.unary_unary is not None:
-                response = await self._handler.unary_unary(self._request, self)
+            elif self._handler.stream_unary is not None:
+                response = await self._handler.stream_unary(self._received(), self)
                 data = self._handler.response_serializer(response)
                 self._send(partial(self._call.receive_only, data))
                 return
-            elif self._handler.unary_stream is not None:
-                await self._handler.unary_stream(self._request, self)
             else:
                 await self._handler.stream_stream(self._received(), self)
         except grpc.aio.AbortError:

@@ -5,6 +5,7 @@ import gc
 import json
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from typing import cast
 
@@ -13,7 +14,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.rpc import ErrorInterceptor, channel_options, serve_insecure, server_options
+from kvrelay.core.rpc import Context, ErrorInterceptor, channel_options, serve_insecure, server_options
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.grpc_service import RouterService
 from router.edge.http_protocol import BoundedHttp
@@ -105,3 +106,28 @@ async def test_a_grpc_stream_that_has_failed_is_forgotten(relay: ScriptedRelay) 
                 pass
         await until(_is_forgotten(relay))
     await server.stop(None)
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_grpc_request_is_not_kept_while_it_runs(
+    relay: ScriptedRelay, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    relay.hang_at = 1
+    received: list[router_pb2.GenerateRequest] = []
+    admit = RouterService._admit
+
+    async def watched(service: RouterService, request: router_pb2.GenerateRequest, context: Context) -> RoutedRequest:
+        received.append(request)
+        return await admit(service, request, context)
+
+    monkeypatch.setattr(RouterService, "_admit", watched)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        call = getattr(router_pb2_grpc.RouterStub(channel), method)(router_pb2.GenerateRequest(prompt="The capital"))
+        await until(lambda: relay.num_running == 1)
+        num_references = sys.getrefcount(received[0])
+        call.cancel()
+    await server.stop(None)
+    assert num_references == 2, "more than this test had it"
