@@ -113,9 +113,11 @@ class Transport:
             self._next_turn = self._loop.call_soon(self._turn)
 
     def flush(self) -> None:
-        """Lets UCX do everything it can do now, cancellations among it."""
+        """Lets UCX do everything it can do now, cancellations among it. Whoever waits for some of it hears of it soon:
+        no event follows."""
         if self._worker is not None:
             self._worker.progress()
+            self.kick()
 
     async def wait(self, link: "Link") -> None:
         """Returns when every operation of the link has ended. Raises LinkLostError. A link has one waiter at a time."""
@@ -278,8 +280,8 @@ class Link:
         self._transport.kick()
 
     def _on_close(self) -> None:
+        """Called by UCX while it progresses, after which whoever waits is told."""
         self._lost = True
-        self._transport.kick()
 
 
 async def uninterrupted(quieting: Coroutine[Any, Any, None]) -> None:

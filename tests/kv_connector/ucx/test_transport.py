@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kv_connector.ucx.transport import Link, Transport, uninterrupted
+from kv_connector.ucx import transport as transport_module
+from kv_connector.ucx.transport import Link, LinkLostError, Transport, uninterrupted
+from kvrelay.core.errors import ConfigurationError
 
 TIMEOUT = 10.0
 
@@ -45,6 +47,50 @@ async def test_a_wait_whose_caller_has_left_holds_up_no_other(link: Link) -> Non
     assert waiting.cancelled()
     link.greet(bytes(8))
     await asyncio.wait_for(link.wait(), TIMEOUT)
+
+
+async def test_what_has_arrived_when_another_link_is_cut_is_noticed_at_once(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cutting has UCX handle all that has come, after which there is no event for it any more."""
+    monkeypatch.setattr(transport_module, "_GUARD_SECONDS", 60.0)
+    transport, peers = link._transport, Transport("")
+    accepted: list[Link] = []
+    listener, port = peers.listen(accepted.append)
+    other = transport.connect("127.0.0.1", port)
+    other.greet(bytes(8))
+    await asyncio.wait_for(other.wait(), TIMEOUT)
+    greeting = asyncio.create_task(other.greeting(8))
+    async with asyncio.timeout(TIMEOUT):
+        while not accepted or other not in transport._waiting or transport._next_turn is not None:
+            await asyncio.sleep(0)
+    asyncio.get_running_loop().remove_reader(transport._fd)  # as if all had come in this very moment
+    accepted[0].greet(b"12345678")
+    await asyncio.wait_for(accepted[0].wait(), TIMEOUT)
+    assert not greeting.done()
+    await link.close()
+    assert await asyncio.wait_for(greeting, TIMEOUT) == b"12345678"
+    del listener
+    for each in (other, *accepted):
+        await each.close()
+    peers.close()
+
+
+async def test_whoever_waits_for_a_link_that_is_cut_is_told_even_when_the_transport_is_closed_next(link: Link) -> None:
+    greeting = asyncio.create_task(link.greeting(8))
+    await asyncio.sleep(0)
+    link.cut()
+    link._transport.close()
+    with pytest.raises(LinkLostError, match="the connection was cut"):
+        await asyncio.wait_for(greeting, TIMEOUT)
+    with pytest.raises(LinkLostError, match="the connector was closed"):
+        link._transport.connect("127.0.0.1", 1)
+
+
+async def test_a_ucx_that_does_not_start_is_a_matter_of_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "no_such_transport")
+    with pytest.raises(ConfigurationError, match=r"UCX does not start \(network devices 'lo'\): No such device"):
+        Transport("lo")
 
 
 async def test_a_caller_that_may_not_be_interrupted_is_cancelled_afterwards() -> None:
