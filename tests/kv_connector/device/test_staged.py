@@ -51,6 +51,8 @@ async def test_the_oldest_copies_give_way(pair: Pair) -> None:
     await pair.owner.connector.publish(sent[6:8])
     assert pair.owner.device.num_to_host == 12, "those that were there are not copied again"
     assert await pair.fetch(10) == (FETCHED,) * 2 + (MISSING,) * 4 + (FETCHED,) * 4
+    await pair.owner.connector.publish(sent[2:4])
+    assert await pair.fetch(10) == (FETCHED,) * 4 + (MISSING,) * 2 + (FETCHED,) * 2 + (MISSING,) * 2
 
 
 async def test_more_is_fetched_than_the_staging_holds(pair: Pair) -> None:
@@ -80,6 +82,7 @@ async def test_a_block_that_changes_while_it_is_copied_is_not_published(pair: Pa
     await publishing
     assert await pair.fetch(2) == (MISSING, FETCHED)
     assert pair.owner.first_stats.blocks_published == 1, "not for a moment: the slot may hold bytes of both"
+    assert len(pair.owner.staged._copies._free) == 5
 
 
 async def test_a_copy_that_gives_way_is_missing_before_its_slot_is_written(pair: Pair) -> None:
@@ -167,8 +170,14 @@ async def test_blocks_that_are_published_in_part_are_logged_once(caplog: pytest.
 async def test_another_name_for_a_block_replaces_its_copy(pair: Pair) -> None:
     first, second = blocks(1, tag="tail", tail=5), blocks(1, tag="full")
     await write_and_publish(pair.owner, first)
-    await write_and_publish(pair.owner, second)
+    pair.owner.device.waiting.clear()
+    pair.owner.device.gate.clear()
+    publishing = asyncio.create_task(write_and_publish(pair.owner, second))
+    await asyncio.to_thread(pair.owner.device.waiting.wait, 10)
     source = pair.owner.source
+    assert await pair.peer.connector.fetch(source, first, timeout=10) == (MISSING,), "before its slot is written"
+    pair.owner.device.gate.set()
+    await publishing
     assert await pair.peer.connector.fetch(source, first, timeout=10) == (MISSING,)
     assert await pair.peer.connector.fetch(source, second, timeout=10) == (FETCHED,)
 
@@ -186,6 +195,19 @@ async def test_a_fetch_that_is_cancelled_while_blocks_go_to_the_device_waits_for
     await asyncio.wait([fetch], timeout=10)
     assert fetch.cancelled()
     assert await pair.fetch(1) == (FETCHED,), "the slots are free again"
+
+
+async def test_fetches_that_wait_for_a_slot_go_on_as_soon_as_one_is_given_back(pair: Pair) -> None:
+    await write_and_publish(pair.owner, blocks(1))
+    assert await pair.fetch(1) == (FETCHED,)
+    pair.peer.device.gate.clear()
+    fetches = [asyncio.create_task(pair.fetch(1, timeout=60)) for _ in range(4)]
+    while pair.peer.staged._arrivals._free:
+        await asyncio.sleep(0)
+    done, _ = await asyncio.wait(fetches, timeout=0.01)
+    assert not done
+    pair.peer.device.gate.set()
+    assert await asyncio.wait_for(asyncio.gather(*fetches), 10) == [(FETCHED,)] * 4
 
 
 async def test_fetches_that_get_no_slot_in_time_fail_and_are_logged_once(
