@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvrelay.core.outputs import TokenOutput
 from kvrelay.engine.request import Admission, KVRole
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, first_tokens, move, prompt_of, request
@@ -75,3 +76,21 @@ def test_prefill_here_and_decode_there_give_the_same_tokens(seed: int) -> None:
     pair.prefill.engine.check_idle()
     pair.decode.engine.check_idle()
     assert pair.decode.late.num_ahead > 10
+
+
+def test_blocks_that_a_prompt_holds_for_its_later_chunks_are_no_room_for_others() -> None:
+    """They were reserved for KV that has not arrived, and stay with the prompt, whose chunk needs no more. Counted as
+    room, they would let a step be planned that has to preempt, while one is in flight."""
+    harness = Harness(num_blocks=10, max_num_batched_tokens=16, run_ahead=True)
+    decoded, reserved = prompt_of(15, 1), prompt_of(64)
+    harness.engine.add(request("decode", decoded, 12))
+    harness.engine.add(request("prompt", reserved, 4, role=KVRole.CONSUME))
+    harness.step()
+    assert harness.engine.load().num_free_blocks == 0
+    harness.engine.unpin([block.block_id for block in harness.admission("prompt").missing])
+    harness.engine.start("prompt", [TokenOutput(0, tuple(expected_output(reserved, 1)))])
+    harness.run()
+    assert harness.engine.load().num_preemptions == 1
+    assert harness.tokens["decode", 0] == expected_output(decoded, 12)
+    assert harness.tokens["prompt", 0] == expected_output(reserved, 4)[1:]
+    harness.engine.check_idle()
