@@ -64,49 +64,6 @@ def test_salted_prompts_share_nothing() -> None:
     harness.engine.check_idle()
 
 
-def test_preemption_recomputes_and_changes_nothing() -> None:
-    harness = Harness(num_blocks=10)
-    for i in range(4):
-        harness.engine.add(request(str(i), prompt_of(9, i), 30))
-    harness.run()
-    assert harness.engine.load().num_preemptions > 0
-    for i in range(4):
-        assert harness.tokens[str(i), 0] == expected_output(prompt_of(9, i), 30)
-    harness.engine.check_idle()
-
-
-def test_what_a_request_has_computed_itself_is_not_cached_for_it_after_preemption() -> None:
-    harness = Harness(num_blocks=8, max_num_batched_tokens=17)
-    shared, others = prompt_of(8, seed=1), prompt_of(39, seed=2)
-    harness.engine.add(request("before", [*shared, 1], max_tokens=1))
-    harness.run()
-    harness.engine.add(request("long", prompt_of(15), max_tokens=20))
-    harness.engine.add(request("preempted", [*shared, *others], max_tokens=1))
-    harness.run()
-    assert harness.results[-1].load.num_preemptions == 1
-    assert harness.cached_tokens("preempted") == len(shared)
-    harness.engine.check_idle()
-
-
-def test_a_preempted_sequence_gets_blocks_before_a_later_reservation() -> None:
-    harness = Harness(num_blocks=8)
-    for i in range(2):
-        harness.engine.add(request(str(i), prompt_of(9, i), 40))
-    while harness.engine.load().num_preemptions == 0:
-        assert harness.step()
-    assert harness.engine.load().num_free_blocks >= 2
-    harness.engine.add(request("late", prompt_of(9, 2), role=KVRole.CONSUME))
-    while ("0", 0) not in harness.finished:
-        assert harness.step()
-        assert not any(result.admissions for result in harness.results), "a preempted sequence waits for these blocks"
-    harness.run()
-    assert harness.tokens["1", 0] == expected_output(prompt_of(9, 1), 40)
-    harness.engine.abort("late")
-    harness.engine.unpin([block.block_id for block in harness.admission("late").missing])
-    harness.run()
-    harness.engine.check_idle()
-
-
 def test_parallel_outputs_share_the_prompt_and_copy_on_write() -> None:
     harness = Harness()
     prompt = prompt_of(20)
@@ -146,35 +103,6 @@ def test_an_output_of_which_no_more_is_needed_ends_and_the_others_go_on(run_ahea
         assert harness.tokens["a", index] == expected_output(prompt, 10, choice_index=index)[:length]
     under_way = int(run_ahead)  # of the output that has ended
     assert harness.runner.num_computed_tokens - num_computed == 2 * 7 + under_way
-    harness.engine.check_idle()
-
-
-def test_an_output_of_which_no_more_is_needed_ends_though_it_is_preempted() -> None:
-    harness = Harness(num_blocks=9)
-    for i in range(3):
-        harness.engine.add(request(str(i), prompt_of(11, i), 20, n=2))
-    while harness.engine.load().num_preemptions == 0:
-        harness.step()
-    for i in range(3):
-        harness.engine.finish(str(i), 1)
-    harness.run()
-    for i in range(3):
-        expected = expected_output(prompt_of(11, i), 20, choice_index=1)
-        assert harness.tokens[str(i), 0] == expected_output(prompt_of(11, i), 20)
-        assert harness.tokens[str(i), 1] == expected[: len(harness.tokens[str(i), 1])]
-    assert FinishReason.ABORT in harness.finished.values()
-    harness.engine.check_idle()
-
-
-def test_parallel_outputs_survive_preemption() -> None:
-    harness = Harness(num_blocks=9)
-    for i in range(3):
-        harness.engine.add(request(str(i), prompt_of(11, i), 20, n=2))
-    harness.run()
-    assert harness.engine.load().num_preemptions > 0
-    for i in range(3):
-        for index in range(2):
-            assert harness.tokens[str(i), index] == expected_output(prompt_of(11, i), 20, choice_index=index)
     harness.engine.check_idle()
 
 
@@ -256,18 +184,6 @@ def test_prompt_logprobs_cover_the_whole_prompt_despite_cache_and_chunks() -> No
     found = next(p.prompt_logprobs for r in harness.results for p in r.prompts if p.request_id == "b")
     assert [entry.token_id for entry in found] == prompt[1:]
     harness.engine.check_idle()
-
-
-def test_prompt_logprobs_that_were_reported_are_not_computed_again_after_preemption() -> None:
-    asking, plain = Harness(num_blocks=10), Harness(num_blocks=10)
-    for i in range(4):
-        item = request(str(i), prompt_of(9, i), 30, n=2)
-        plain.engine.add(item)
-        asking.engine.add(replace(item, sampling=replace(item.sampling, prompt_logprobs=1)))
-    plain.run()
-    asking.run()
-    found = asking.engine.load().num_preemptions > 0, asking.runner.num_prompt_logprobs
-    assert (*found, asking.runner.num_computed_tokens) == (True, 4 * 8, plain.runner.num_computed_tokens)
 
 
 def test_aborts_in_every_state_leave_nothing() -> None:
