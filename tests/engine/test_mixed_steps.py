@@ -141,6 +141,15 @@ def test_more_decodes_than_a_step_may_compute_take_the_oldest_first() -> None:
     assert harness.runner.largest_step <= 4
 
 
+def test_all_outputs_of_a_request_go_before_those_of_a_later_one() -> None:
+    harness = Harness(max_num_batched_tokens=2)
+    harness.engine.add(request("first", [1], 4, n=2))
+    harness.engine.add(request("second", [2], 4))
+    harness.run()
+    assert harness.finish_order == ["first", "first", "second"]
+    harness.engine.check_idle()
+
+
 @dataclass
 class Recorder:
     """A runner that keeps how many tokens of each sequence a step computes, by the sequence's first token there."""
