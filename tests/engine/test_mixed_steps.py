@@ -193,9 +193,9 @@ def test_a_prompt_leaves_a_share_of_each_step_to_a_much_shorter_one_that_comes_n
 
 def test_a_share_is_kept_only_once_for_a_prompt_that_lacks_a_place() -> None:
     harness = Harness(max_num_seqs=1, max_num_batched_tokens=32)
-    harness.engine.add(request("long", prompt_of(120), 1))
+    harness.engine.add(request("long", prompt_of(184), 1))
     harness.engine.add(request("short", prompt_of(20, 1), 4))
-    assert [harness.count_step() for _ in range(5)] == [32, 16, 32, 32, 8]
+    assert [harness.count_step() for _ in range(7)] == [32, 16, 32, 32, 32, 32, 8]
     harness.run()
     assert harness.tokens["short", 0] == expected_output(prompt_of(20, 1), 4)
     harness.engine.check_idle()
