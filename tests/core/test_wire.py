@@ -101,8 +101,10 @@ def test_log_probabilities_of_a_long_prompt_take_no_more_calls_than_those_of_a_s
     assert num_calls(1000) == num_calls(1)
 
 
-@pytest.mark.parametrize("logprobs", [None, 0, 3])
-def test_what_nodes_need_of_sampling_parameters_survives_the_wire(logprobs: int | None) -> None:
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(None, 0), (0, None), (3, 4)])
+def test_what_nodes_need_of_sampling_parameters_survives_the_wire(
+    logprobs: int | None, prompt_logprobs: int | None
+) -> None:
     params = SamplingParams(
         n=2,
         max_tokens=3,
@@ -119,7 +121,7 @@ def test_what_nodes_need_of_sampling_parameters_survives_the_wire(logprobs: int 
         ignore_eos=True,
         seed=2**64 - 1,
         logprobs=logprobs,
-        prompt_logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     assert sampling_from_wire(sampling_to_wire(params)) == params
     changed = {field.name for field in fields(SamplingParams) if getattr(params, field.name) != field.default}
