@@ -293,8 +293,8 @@ def test_min_tokens_bans_what_would_end_the_output() -> None:
     logits[EOS], logits[7], logits[4] = 9.0, 8.0, 7.0
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,))
     assert [sample_one(logits, params, output=[1] * n).token_id for n in range(4)] == [4, 4, EOS, EOS]
-    ignoring = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
-    assert sample_one(logits, ignoring).token_id == EOS
+    ignoring = replace(params, ignore_eos=True, logit_bias={7: 2.0})  # with it, 7 is the most likely
+    assert [sample_one(logits, ignoring, output=[1] * n).token_id for n in range(4)] == [EOS, EOS, 7, 7]
     forced = SamplingParams(seed=1, min_tokens=2, logit_bias=((EOS, 100.0),))
     assert sample_one(logits, forced).token_id != EOS
     everything = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=tuple(range(10)))
