@@ -278,7 +278,6 @@ class Scheduler:
 
         Returns False, with the sequence unchanged, if the pool has too few blocks.
         """
-        size = self.config.block_size
         table = sequence.block_table
         shared, num_new = self._blocks_to_take(sequence, count)
         if not shared and not num_new:
@@ -288,9 +287,8 @@ class Scheduler:
             return False
         for index in shared:
             source, target = table[index], blocks.pop()
-            if index * size < sequence.next_position:
-                copies.append((source, target))
-                self._pool.pin([source])  # until the step is collected
+            copies.append((source, target))
+            self._pool.pin([source])  # until the step is collected
             table[index] = target
             self._in_flight.release([source])
         table.extend(blocks)
