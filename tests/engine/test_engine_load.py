@@ -21,11 +21,15 @@ def test_requests_and_tokens_are_counted_in_every_state() -> None:
     harness.step()
     harness.engine.add(request("reserving", prompt_of(80, 3), role=KVRole.CONSUME))
     harness.engine.add(request("waiting", prompt_of(90, 4)))
+    harness.engine.add(request("behind", prompt_of(70, 5)))
     harness.step()
     load = harness.engine.load()
-    assert (load.num_requests_running, load.num_requests_decoding, load.num_requests_waiting) == (3, 1, 2)
-    assert load.num_queued_tokens == 40 - 2 * 15 + 80 + 90
+    assert (load.num_requests_running, load.num_requests_decoding, load.num_requests_waiting) == (3, 1, 3)
+    assert load.num_queued_tokens == 40 - 2 * 15 + 80 + 90 + 70
     assert load.num_free_blocks == 16 - 2 - 4 - 4
+    for request_id in ("reserving", "waiting"):
+        harness.engine.abort(request_id)
+    assert harness.engine.load().num_queued_tokens == 40 - 2 * 15 + 70
 
 
 @pytest.mark.parametrize("starts", [True, False])
