@@ -251,6 +251,8 @@ def test_nucleus_at_exact_boundaries() -> None:
     assert (truncate(equal, SamplingParams(top_p=0.5)) > EXCLUDED).tolist() == [True] * 4 + [False] * 4
     almost_one = truncate(equal, SamplingParams(top_p=math.nextafter(1.0, 0.0)))
     assert (almost_one > EXCLUDED).all()
+    close = torch.tensor([0.0, -0.005, -0.005, -0.005, -10.0])  # the three are in the bucket next to that of the first
+    assert (truncate(close, SamplingParams(top_p=0.5)) > EXCLUDED).tolist() == [True, True, False, False, False]
 
 
 def test_a_goal_that_rounding_puts_out_of_reach_is_met_by_all_tokens() -> None:
