@@ -38,6 +38,7 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.health_service import HealthService
 from kvrelay.core.listening import address_of, check_port
+from kvrelay.core.turns import OneAtATime
 from kvrelay.core.write_deadline import WriteDeadline
 
 _logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ MAX_MESSAGE_CHARS = 512
 WRITE_SECONDS = 60.0
 # A call whose request has not arrived after so long is ended. The largest HTTP body of a router may take as long.
 REQUEST_SECONDS = 180.0
+# Larger ones, whose parsing and checking takes longer, are taken up one at a time.
+LARGE_REQUEST_BYTES = 64 * 1024
 WHOLE_SERVER = ""  # the health service's name for the server as a whole, which serves while the process works
 
 Options = list[tuple[str, int]]
@@ -228,12 +231,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     Cancellation passes through. The generator of a stream is closed together with its call, or after the other side has
     taken nothing for `write_timeout` seconds. A call that takes one request ends with DeadlineError if that has not
-    arrived after `request_timeout` seconds.
+    arrived after `request_timeout` seconds. Of large requests that have come together, each begins in a turn of the
+    event loop of its own.
     """
 
     def __init__(self, *, write_timeout: float = WRITE_SECONDS, request_timeout: float = REQUEST_SECONDS) -> None:
         self._write_timeout = write_timeout
         self._request_timeout = request_timeout
+        self._large_requests = OneAtATime()
 
     async def intercept_service(
         self,
@@ -251,7 +256,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 )
                 deserializer = handler.request_deserializer
                 if kind.startswith("unary_") and deserializer is not None:
-                    coroutine, deserializer = _received(coroutine, deserializer, self._request_timeout), None
+                    coroutine = _received(coroutine, deserializer, self._request_timeout, self._large_requests)
+                    deserializer = None
                     make = _HANDLER_KINDS[kind.replace("unary_", "stream_", 1)]  # the same on the wire
                 guarded = _guarded(coroutine, handler_call_details.method)
                 return make(guarded, deserializer, handler.response_serializer)
@@ -274,7 +280,9 @@ def _written(behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], time
     return write_all
 
 
-def _received(behavior: Behavior, deserialize: Callable[[bytes], Any], timeout: float) -> Behavior:
+def _received(
+    behavior: Behavior, deserialize: Callable[[bytes], Any], timeout: float, large_requests: OneAtATime
+) -> Behavior:
     """Reads and parses the one request here. gRPC itself would wait for it for ever, keep it as long as the call takes,
     and report an invalid one as a failure of the server."""
 
@@ -286,6 +294,8 @@ def _received(behavior: Behavior, deserialize: Callable[[bytes], Any], timeout: 
             raise DeadlineError(f"the request did not arrive within {timeout:g} s") from None
         if data is grpc.aio.EOF:
             raise InvalidRequestError("the call has no request")
+        if len(data) > LARGE_REQUEST_BYTES:
+            await large_requests.turn()
         return deserialize(data)
 
     async def call(_: AsyncIterator[bytes], context: Context) -> Any:

@@ -1,4 +1,4 @@
-"""Long work on an event loop, cut into pieces so that others get their turn in between."""
+"""Long work on an event loop, cut into pieces or done one after the other, so that others get their turn in between."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -9,6 +9,18 @@ ITEMS_AT_A_TIME = 64  # such as the log-probabilities of as many tokens: a milli
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class OneAtATime:
+    """Lets those that come go on one after the other, each in a turn of the event loop of its own."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def turn(self) -> None:
+        """Returns in a turn of the event loop in which it returns to nobody else."""
+        async with self._lock:
+            await asyncio.sleep(0)
 
 
 async def in_turns(convert: Callable[[T], R], items: Iterable[T]) -> list[R]:

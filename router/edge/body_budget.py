@@ -9,6 +9,8 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from kvrelay.core.turns import OneAtATime
+
 # A body up to this size is not counted and never waits: a connection may buffer as much anyway. So large bodies,
 # however many and slow, keep no usual request waiting.
 SMALL_BYTES = 64 * 1024
@@ -20,7 +22,7 @@ class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self._num_left = max_bytes  # less than none if the first body has taken more
         self._shares: dict[BodyShare, None] = {}  # of bodies that are not small, in the order in which they became so
-        self._turns = asyncio.Lock()
+        self.large_bodies = OneAtATime()
 
     def share(self) -> "BodyShare":
         """Returns the share of a body that begins to arrive, as a context that gives it back."""
@@ -33,11 +35,6 @@ class BodyBudget:
             return False
         self._num_left -= num_bytes
         return True
-
-    async def turn(self) -> None:
-        """Returns in a turn of the event loop in which this does not return to anybody else."""
-        async with self._turns:
-            await asyncio.sleep(0)
 
     def give_back(self, share: "BodyShare", num_bytes: int) -> None:
         """Ends a share, and lets others that wait go on, the oldest first."""
@@ -89,7 +86,7 @@ class BodyShare:
         """Waits until the body, which is whole now, may be parsed: large ones take long, and others get their turn in
         between."""
         if self._num_bytes:
-            await self._budget.turn()
+            await self._budget.large_bodies.turn()
 
     def go_on(self) -> bool:
         """Takes what the body wants, and lets it go on, if it may. Tells whether it may."""
