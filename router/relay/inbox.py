@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-# A token takes half a kilobyte here, and with 20 log-probabilities three.
+# A token takes some hundred bytes here, and with log-probabilities up to some thousand.
 MAX_ITEMS = 2**19
 
 T = TypeVar("T")

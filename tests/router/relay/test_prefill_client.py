@@ -3,29 +3,40 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.sampling_params import SamplingParams
-from router.relay.prefill_client import PrefillAccepted, PrefillClient, PrefillEnded, PrefillEvent
+from router.relay.prefill_client import PrefillAccepted, PrefillClient, PrefillEnded, PrefillEvent, PrefillSession
 from router.request import NodeRequest
 from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon
 
+Events = asyncio.Queue[PrefillEvent]
 REQUEST = NodeRequest((5, 6, 7), SamplingParams(seed=1), NAMESPACE, 0, b"", 0, 0, is_replay=False)
+
+
+@asynccontextmanager
+async def prefilling() -> AsyncIterator[tuple[ScriptedPrefill, PrefillClient, PrefillSession, Events]]:
+    """Yields a node, the router's client of it, and a request that was sent to it, with its events."""
+    node = ScriptedPrefill()
+    await node.start()
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
+        events: Events = asyncio.Queue()
+        yield node, client, client.prefill("one", REQUEST, (), timeout=PATIENCE, sink=events.put_nowait), events
+        await client.close()
+    await node.stop()
 
 
 @pytest.mark.parametrize("node_is_lost", [False, True])
 async def test_a_stream_is_ended_by_its_call_and_what_reads_it_reads_on(node_is_lost: bool) -> None:
     """If the task that reads were cancelled, gRPC would lose the memory of a message that has just come: a hundred
     bytes for each request, for ever."""
-    node = ScriptedPrefill()
-    await node.start()
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
-        events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
-        session = client.prefill("one", REQUEST, (), timeout=PATIENCE, sink=events.put_nowait)
+    async with prefilling() as (node, client, session, events):
         call = await soon(node.calls)
         call.accept()
         assert await soon(events) == PrefillAccepted()
@@ -39,18 +50,11 @@ async def test_a_stream_is_ended_by_its_call_and_what_reads_it_reads_on(node_is_
         await asyncio.wait({reading}, timeout=PATIENCE)
         assert reading.cancelled() and events.empty()
         assert await soon(node.released) == ("lease",)
-        await client.close()
-    await node.stop()
 
 
 async def test_a_stream_that_has_ended_lets_go_of_its_prompt_though_its_session_goes_on() -> None:
     """The session lasts as long as the output, which may take minutes."""
-    node = ScriptedPrefill()
-    await node.start()
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
-        events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
-        session = client.prefill("one", REQUEST, (), timeout=PATIENCE, sink=events.put_nowait)
+    async with prefilling() as (node, _, session, events):
         assert session._call is not None
         prompt = weakref.ref(session._call)
         call = await soon(node.calls)
@@ -60,5 +64,3 @@ async def test_a_stream_that_has_ended_lets_go_of_its_prompt_though_its_session_
         gc.collect()
         assert prompt() is None and session.has_lease
         session.close()
-        await client.close()
-    await node.stop()
