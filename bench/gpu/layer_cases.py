@@ -234,7 +234,7 @@ def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Cas
         return token_ids
 
     def expected() -> Tensor:
-        sampled = Sampler(sizes.vocab_size, ()).sample(logits.cpu(), rows)
+        sampled = Sampler(()).sample(logits.cpu(), rows)
         return torch.tensor([token.token_id for token in sampled])
 
     return Case(run, expected, logits.numel() * 4)

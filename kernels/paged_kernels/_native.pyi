@@ -96,9 +96,23 @@ def dequantize(
 def fill_panels(packed: Tensor, weight: Tensor, first_output: int, num_outputs: int, num_threads: int) -> None: ...
 def take_rows(out: Tensor, packed: Tensor, outputs: Tensor, num_outputs: int, num_threads: int) -> None: ...
 def packed_matmul(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, num_threads: int) -> None: ...
-def uniform(
-    out: Tensor, seeds: list[int], positions: list[int], choices: list[int], stream: int, first: Tensor
-) -> None: ...
+def sample_tokens(
+    logits: list[Tensor],
+    temperatures: list[float],
+    top_ks: list[int],
+    top_ps: list[float],
+    min_ps: list[float],
+    seeds: list[int],
+    positions: list[int],
+    choices: list[int],
+    num_threads: int,
+) -> list[int]: ...
+def token_logprobs(
+    logits: list[Tensor], token_ids: list[int], num_top: int, num_threads: int
+) -> tuple[bytes, bytes, bytes, bytes]:
+    """Returns, one row after the other, the log-probabilities of `token_ids` (float32) and their ranks (uint32), then
+    the ids of the `num_top` most likely tokens (uint32) and their log-probabilities (float32)."""
+
 def prefer_huge_pages(tensor: Tensor) -> None: ...
 def can_copy_rows() -> bool: ...
 def copy_rows(

@@ -115,7 +115,7 @@ class PreparedEngine:
 
             return gpu_runner(self.options, self.loaded, kv_pool, self.size.max_model_len)
         config = self.loaded.config
-        return CpuRunner(self.loaded.model, Sampler(config.vocab_size, config.eos_token_ids), kv_pool, threads)
+        return CpuRunner(self.loaded.model, Sampler(config.eos_token_ids), kv_pool, threads)
 
 
 def default_threads() -> int:

@@ -30,6 +30,7 @@ from bench import (
     prefill_step,
     random_model,
     router_throughput,
+    sampling_speed,
     serve_vs_generate,
     step_overhead,
 )
@@ -92,6 +93,13 @@ def test_linear_speed(capsys: Capture) -> None:
     shown = capsys.readouterr().out
     check(shown, "    1 x   896 x  1152:", "    3 x  4864 x   896:")
     assert shown.count("TFLOP/s") == 8
+
+
+def test_sampling_speed(capsys: Capture) -> None:
+    sampling_speed.main(["--batch", "2", "--vocab-size", "300", "--threads", "1", "--rounds", "1"])
+    shown = capsys.readouterr().out
+    check(shown, "flat, top-p 0.95:", "peaked, log-probabilities of a token and the 5 likeliest:")
+    assert shown.count("of its time") == 12
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -344,7 +344,7 @@ def test_a_model_samples_the_same_tokens(loaded: LoadedModel) -> None:
     found: list[dict[tuple[str, int], list[int]]] = []
     for run_ahead in (False, True):
         memory = torch.zeros(12, model.num_kv_heads, model.num_layers, 2, BLOCK_SIZE, model.head_dim)
-        runner: Runner = CpuRunner(loaded.model, Sampler(model.vocab_size, model.eos_token_ids), memory)
+        runner: Runner = CpuRunner(loaded.model, Sampler(model.eos_token_ids), memory)
         late = LateRunner(runner)
         engine = Engine(
             SchedulerConfig(

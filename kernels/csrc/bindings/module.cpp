@@ -14,11 +14,11 @@
 #include "bindings/layer_stack_module.h"
 #include "bindings/pool_view.h"
 #include "bindings/projection_module.h"
+#include "bindings/sampling_module.h"
 #include "bindings/tensor.h"
 #include "bindings/weights_module.h"
 #include "isa/instruction_set.h"
 #include "layers/elementwise.h"
-#include "random_bits.h"
 #include "runtime/huge_pages.h"
 #include "runtime/parallel.h"
 
@@ -167,16 +167,6 @@ void bind_rotary(nb::handle x_object, nb::handle cos, nb::handle sin, int num_th
   rotary(call, x.shape(0), dtype, num_threads);
 }
 
-void bind_uniform(nb::handle out_object, const std::vector<std::uint64_t>& seeds, const std::vector<std::uint32_t>& positions,
-                  const std::vector<std::uint32_t>& choices, std::uint32_t stream, nb::handle first_object) {
-  const TensorView out(out_object, "out", 2);
-  const TensorView first(first_object, "first", 1);
-  const auto num_draws = static_cast<std::size_t>(out.shape(0));
-  require(seeds.size() == num_draws && positions.size() == num_draws && choices.size() == num_draws, "out needs a row for every draw");
-  require(first.shape(0) == out.shape(0), "first needs an entry for every draw");
-  uniform({seeds.data(), positions.data(), choices.data(), first.int64_data(), stream, out.shape(0), out.shape(1), out.float64_data()});
-}
-
 void bind_prefer_huge_pages(nb::handle object) {
   const TensorView view(object, "tensor", 2);
   view.require_contiguous_from(0);
@@ -226,10 +216,10 @@ NB_MODULE(_native, m) {
         "num_threads"_a);
   m.def("silu_mul", &paged::bind_silu_mul, "out"_a, "gate_up"_a, "num_threads"_a);
   m.def("rotary", &paged::bind_rotary, "x"_a, "cos"_a, "sin"_a, "num_threads"_a);
-  m.def("uniform", &paged::bind_uniform, "out"_a, "seeds"_a, "positions"_a, "choices"_a, "stream"_a, "first"_a);
   paged::define_weights(m);
   paged::define_projection(m);
   paged::define_layer_stack(m);
+  paged::define_sampling(m);
   paged::define_copy_digest(m);
   m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
 }

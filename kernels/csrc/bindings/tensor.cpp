@@ -89,12 +89,6 @@ const std::uint8_t* TensorView::uint8_data() const {
   return data<const std::uint8_t>();
 }
 
-double* TensorView::float64_data() const {
-  if (tensor_.dtype.code != kCodeFloat || tensor_.dtype.bits != 64) fail("is not float64");
-  require_contiguous_from(0);
-  return data<double>();
-}
-
 std::int64_t TensorView::contiguous_stride(int axis) const {
   std::int64_t stride = 1;
   for (int i = tensor_.ndim - 1; i > axis; --i) stride *= tensor_.shape[i];

@@ -34,7 +34,6 @@ class TensorView {
     return reinterpret_cast<T*>(static_cast<char*>(tensor_.data) + tensor_.byte_offset);
   }
   const std::uint8_t* uint8_data() const;
-  double* float64_data() const;
   const std::int32_t* int32_data() const { return integer_data<std::int32_t>(); }
   const std::int64_t* int64_data() const { return integer_data<std::int64_t>(); }
 

@@ -193,6 +193,15 @@ struct PackedCall {
   std::int64_t padded_inputs() const { return (num_inputs + kPackedInputs - 1) / kPackedInputs * kPackedInputs; }
 };
 
+// Tokens with consecutive ids that sampling weighs together; part of what a seed means.
+inline constexpr int kTokenGroup = 128;
+
+// A row of logits by temperature: a token's distance is how far its logit lies below the largest, and its weight exp(-distance).
+struct ScaledLogits {
+  float largest;
+  float temperature;
+};
+
 struct KernelTable {
   const char* name;
   bool emulates_avx512;  // runs on AVX2, for tests
@@ -220,6 +229,10 @@ struct KernelTable {
   // For more rows, and for fewer that are gated. A matrix unit multiplies `group` panels (of a gated call: pairs of panels) together; scratch has
   // packed_scratch_floats() of one more. Rows start at a multiple of 32.
   void (*multiply_packed_many)(const PackedCall&, RowSpan rows, RowSpan panels, std::int64_t group, float* scratch);
+  float (*largest_logit)(const float* logits, int count);
+  // Of the `count` tokens of a group: writes distances and weights, both [kTokenGroup], and returns the sum of the weights. The weight of a
+  // token beyond `farthest` is 0; distances behind the last token's are infinite.
+  float (*weigh_tokens)(const ScaledLogits&, const float* logits, int count, float farthest, float* distances, float* weights);
 };
 
 const KernelTable& portable_kernels();

@@ -15,6 +15,7 @@
 #include "linear/packed_many_rows.inl"
 #endif
 #include "quantized/widened_weights.inl"
+#include "sampling/weigh_tokens.inl"
 
 static constexpr KernelTable kernel_table(const char* name) {
   return KernelTable{
@@ -38,5 +39,7 @@ static constexpr KernelTable kernel_table(const char* name) {
       PAGED_AMX == 1 ? 32 : kMostPartRows,
       multiply_packed,
       multiply_packed_many,
+      largest_logit,
+      weigh_tokens,
   };
 }

@@ -13,7 +13,8 @@ from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SampledToken, Sampler, prompt_logprobs
+from kvrelay.engine.sampling.logprobs import PROMPT_LOGPROB_ROWS, token_logprobs
+from kvrelay.engine.sampling.sampler import SampledToken, Sampler
 from kvrelay.engine.step_inputs import StepInputs, flatten, padded_tables
 
 
@@ -108,7 +109,8 @@ class CpuRunner:
         found = PromptLogprobs()
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             chunk = targets[start : start + PROMPT_LOGPROB_ROWS]
-            found.extend(prompt_logprobs(self._model.compute_logits(hidden[start : start + len(chunk)]), chunk, k))
+            logits = self._model.compute_logits(hidden[start : start + len(chunk)])
+            found.extend(token_logprobs(list(logits), chunk, k))
         return found
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities on a GPU, enqueued with a step and read when it is collected.
 
-Invariant: they equal those of `sampler.prompt_logprobs` and `sampler.logprobs_of` up to the rounding of a log-softmax.
+Invariant: they equal those of `sampling.logprobs` up to the rounding of a log-softmax.
 Ranks and most likely tokens are exactly equal.
 """
 

@@ -23,7 +23,7 @@ from kvrelay.engine.gpu.step_graphs import Step, StepGraphs, StepRecorder, StepS
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.out_of_memory import GpuMemoryError, is_out_of_memory
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS
+from kvrelay.engine.sampling.logprobs import PROMPT_LOGPROB_ROWS
 from kvrelay.engine.step_inputs import Array, StepInputs, flatten
 
 # The room for a row's sampling parameters in the memory that recorded steps read. What penalties and biases need beyond

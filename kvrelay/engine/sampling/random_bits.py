@@ -13,7 +13,6 @@ from enum import IntEnum
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from paged_kernels.cpu.extension import load_extension
 from torch import Tensor
 
 _ROUNDS = 10
@@ -64,22 +63,7 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
 def uniform(draws: Sequence[Draw], stream: Stream, first: Tensor, count: int) -> Tensor:
     """Returns the numbers `first[i] .. first[i] + count - 1` of draw i: `[len(draws), count]` float64 on the CPU,
-    uniform on the 2**32 midpoints in (0, 1).
-
-    `first` is `[len(draws)]` int64 on the CPU and has multiples of 4. The compiled kernels compute the numbers of
-    `uniform_in_numpy` in a fraction of its time.
-    """
-    native = load_extension()
-    if native is None:
-        return uniform_in_numpy(draws, stream, first, count)
-    numbers = torch.empty(len(draws), count, dtype=torch.float64)
-    seeds, choices = [draw.seed for draw in draws], [draw.choice_index for draw in draws]
-    native.uniform(numbers, seeds, [draw.position for draw in draws], choices, stream, first)
-    return numbers
-
-
-def uniform_in_numpy(draws: Sequence[Draw], stream: Stream, first: Tensor, count: int) -> Tensor:
-    """Does what `uniform` does, without compiled kernels. Tests compare the kernels with it."""
+    uniform on the 2**32 midpoints in (0, 1). `first` is `[len(draws)]` int64 on the CPU and has multiples of 4."""
     words = np.array(
         [(draw.seed & 0xFFFFFFFF, draw.seed >> 32, draw.position, draw.choice_index) for draw in draws], dtype=np.uint64
     ).T[:, :, np.newaxis]  # [4, num_draws, 1]

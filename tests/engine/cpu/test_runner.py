@@ -25,7 +25,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> CpuRunner:
     loaded = load_model(str(model), dtype="float32", attention=select_backend("reference"), max_model_len=None)
     config = loaded.config
     pool = torch.zeros(8, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
-    return CpuRunner(loaded.model, Sampler(config.vocab_size, config.eos_token_ids), pool)
+    return CpuRunner(loaded.model, Sampler(config.eos_token_ids), pool)
 
 
 def greedy_prompt(n: int, block_id: int = 0) -> ScheduledSequence:

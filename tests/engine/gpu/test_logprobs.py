@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvrelay.engine.gpu.logprobs import launch_logprobs
-from kvrelay.engine.sampling.sampler import prompt_logprobs
+from kvrelay.engine.sampling.logprobs import token_logprobs
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
@@ -15,7 +15,7 @@ def test_log_probabilities_equal_those_of_the_host(k: int) -> None:
     logits[3] = -logits[3].abs()
     logits[3, 30:34] = torch.tensor([0.0, -0.0, 0.0, -0.0])
     targets = [4, 15, 2, 49, 0]
-    expected = prompt_logprobs(logits, targets, k)
+    expected = token_logprobs(list(logits), targets, k)
     launched = launch_logprobs(logits, torch.tensor(targets), [k] * 5)
     found = launched.collect()
     assert list(launched.columns()) == found

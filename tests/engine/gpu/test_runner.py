@@ -31,8 +31,9 @@ from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
+from kvrelay.engine.sampling.logprobs import PROMPT_LOGPROB_ROWS
 from kvrelay.engine.sampling.penalties import changes_logits, seen_tokens
-from kvrelay.engine.sampling.sampler import PROMPT_LOGPROB_ROWS, SamplingRow
+from kvrelay.engine.sampling.sampler import SamplingRow
 
 META = torch.device("meta")
 LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)

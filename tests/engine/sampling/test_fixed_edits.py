@@ -66,7 +66,7 @@ def test_as_many_as_are_allowed_change_the_same_logits_on_both_devices() -> None
     row = SamplingRow(params, 0, 9, 1, None, fixed_edits(params))
     logits = torch.zeros(1, vocab_size)
     logits[0, 5], logits[0, 8], logits[0, -2], logits[0, eos] = 1.5, 0.9, 9.0, 9.0
-    [sampled] = Sampler(vocab_size, [eos]).sample(logits, [row])
+    [sampled] = Sampler([eos]).sample(logits, [row])
     assert sampled.token_id == 8
 
     arrays = GpuSampler([eos]).arrays([row])

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvrelay.core.outputs import TokenLogprobs
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
+from kvrelay.engine.sampling.logprobs import token_logprobs
 from kvrelay.engine.sampling.penalties import seen_tokens
-from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SamplingRow, prompt_logprobs
+from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
 from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 
@@ -39,7 +40,7 @@ def make_logits(seed: int, num_rows: int = 1, *, vocab_size: int = VOCAB_SIZE, t
 
 
 def sample_one(logits: Tensor, params: SamplingParams, *, output: Sequence[int] = ()) -> SampledToken:
-    return Sampler(logits.numel(), [EOS]).sample(logits.unsqueeze(0), [make_row(params, output=output)])[0]
+    return Sampler([EOS]).sample(logits.unsqueeze(0), [make_row(params, output=output)])[0]
 
 
 # The reference: one row, lists and float64.
@@ -86,7 +87,7 @@ def check_distribution(logits: Tensor, params: SamplingParams, *, output: Sequen
     """Compares draws at `num_draws` positions of one seed with the reference, by Pearson's chi-square test with rare
     tokens pooled."""
     rows = [make_row(params, position=position, output=output) for position in range(num_draws)]
-    sampled = Sampler(logits.numel(), [EOS]).sample(logits.expand(num_draws, -1), rows)
+    sampled = Sampler([EOS]).sample(logits.expand(num_draws, -1), rows)
     counts = [0] * logits.numel()
     for token in sampled:
         counts[token.token_id] += 1
@@ -142,7 +143,7 @@ def test_distribution_of_a_peaked_and_of_a_flat_row() -> None:
 
 def test_choices_and_neighbouring_seeds_are_independent() -> None:
     logits = torch.zeros(8)
-    sampler = Sampler(8, [])
+    sampler = Sampler([])
     num_draws = 4000
     draws = []
     for seed, choice_index in ((1, 0), (1, 1), (2, 0)):
@@ -190,7 +191,7 @@ def random_rows(seed: int, count: int) -> list[SamplingRow]:
 def test_a_row_gives_the_same_token_alone_and_in_any_batch(seed: int) -> None:
     rows = random_rows(seed, 24)
     logits = make_logits(seed, len(rows), ties=seed % 2 == 0)
-    sampler = Sampler(VOCAB_SIZE, [EOS])
+    sampler = Sampler([EOS])
     together = sampler.sample(logits, rows)
     alone = [sampler.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
     assert together == alone
@@ -204,7 +205,7 @@ def test_sampled_tokens_are_allowed_and_greedy_ones_are_the_reference(seed: int)
     rows = random_rows(100 + seed, 40)
     logits = make_logits(seed, len(rows), ties=seed % 2 == 0)
     before = logits.clone()
-    for row, row_logits, token in zip(rows, logits, Sampler(VOCAB_SIZE, [EOS]).sample(logits, rows), strict=True):
+    for row, row_logits, token in zip(rows, logits, Sampler([EOS]).sample(logits, rows), strict=True):
         values = reference_adjusted(row_logits, row)
         if row.params.greedy:
             assert values[token.token_id] == pytest.approx(max(values), abs=1e-5)
@@ -275,10 +276,10 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits[1, [40, 41]] = 2.0
     logits[2, 299] = 1.0
     greedy = SamplingParams(temperature=0.0)
-    sampled = Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(greedy)] * 3)
+    sampled = Sampler([EOS]).sample(logits, [make_row(greedy)] * 3)
     assert sampled == [SampledToken(0, None), SampledToken(40, None), SampledToken(299, None)]
     biased = SamplingParams(temperature=0.0, logit_bias=((77, 2.0), (40, -0.5), (41, -0.5)))
-    assert [token.token_id for token in Sampler(VOCAB_SIZE, [EOS]).sample(logits, [make_row(biased)] * 3)] == [77] * 3
+    assert [token.token_id for token in Sampler([EOS]).sample(logits, [make_row(biased)] * 3)] == [77] * 3
 
 
 def test_the_coldest_temperature_is_greedy_and_the_hottest_is_uniform() -> None:
@@ -320,7 +321,7 @@ def test_no_penalty_is_too_extreme(penalty: float, temperature: float) -> None:
 def test_tokens_that_a_penalty_makes_as_likely_as_can_be_share_the_draws() -> None:
     params = SamplingParams(seed=1, repetition_penalty=5e-324)
     rows = [make_row(params, output=[4, 7], position=position) for position in range(40)]
-    tokens = Sampler(VOCAB_SIZE, [EOS]).sample(torch.ones(len(rows), VOCAB_SIZE), rows)
+    tokens = Sampler([EOS]).sample(torch.ones(len(rows), VOCAB_SIZE), rows)
     assert {token.token_id for token in tokens} == {4, 7}
 
 
@@ -345,7 +346,7 @@ def test_prompt_logprobs_are_those_of_a_log_softmax() -> None:
     logits = make_logits(6, 5, ties=True)
     targets = [0, 1, 2, 150, 299]
     exact = logits.to(torch.float64).log_softmax(-1)
-    entries = prompt_logprobs(logits, targets, 3)
+    entries = token_logprobs(list(logits), targets, 3)
     for row, target, entry in zip(exact, targets, entries, strict=True):
         values = row.tolist()
         assert entry.token_id == target
@@ -353,9 +354,9 @@ def test_prompt_logprobs_are_those_of_a_log_softmax() -> None:
         assert entry.rank == 1 + sum(value > values[target] for value in values)
         expected = sorted(((-value, token_id) for token_id, value in enumerate(values)))[:3]
         assert [token_id for token_id, _ in entry.top] == [token_id for _, token_id in expected]
-    one_by_one = [list(prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 3)) for i in range(5)]
+    one_by_one = [list(token_logprobs([logits[i]], targets[i : i + 1], 3)) for i in range(5)]
     assert [entry for (entry,) in one_by_one] == list(entries)
-    assert list(prompt_logprobs(logits[:0], [], 3)) == []
+    assert list(token_logprobs([], [], 3)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -363,7 +364,7 @@ def test_prompt_logprobs_are_those_of_a_log_softmax() -> None:
 def test_a_row_of_logits_that_are_not_finite_gets_no_token_and_others_get_theirs(
     params: SamplingParams, value: float
 ) -> None:
-    logits, sampler = make_logits(8, 3), Sampler(VOCAB_SIZE, [EOS])
+    logits, sampler = make_logits(8, 3), Sampler([EOS])
     rows = [make_row(replace(params, logprobs=2))] * 3
     expected = sampler.sample(logits, rows)
     expected[1] = SampledToken(NO_TOKEN, None)
@@ -377,12 +378,12 @@ def test_tokens_the_model_itself_excludes_are_never_sampled() -> None:
     logits = torch.full((VOCAB_SIZE,), -math.inf)
     logits[[3, 200]] = 0.0
     rows = [make_row(SamplingParams(seed=1, temperature=9.0, top_p=0.999), position=i) for i in range(200)]
-    sampled = Sampler(VOCAB_SIZE, [EOS]).sample(logits.expand(200, -1), rows)
+    sampled = Sampler([EOS]).sample(logits.expand(200, -1), rows)
     assert {token.token_id for token in sampled} == {3, 200}
 
 
 def test_an_empty_batch_has_no_tokens() -> None:
-    assert Sampler(VOCAB_SIZE, [EOS]).sample(torch.empty(0, VOCAB_SIZE), []) == []
+    assert Sampler([EOS]).sample(torch.empty(0, VOCAB_SIZE), []) == []
 
 
 def test_a_vocabulary_of_one_token_gives_that_token() -> None:
@@ -395,5 +396,5 @@ def test_the_tokens_of_a_seed_never_change() -> None:
     between versions."""
     logits = (torch.arange(1000) * 7919 % 101).to(torch.float32) / 50.0
     rows = [make_row(SamplingParams(seed=1234567890123), position=i, choice_index=i % 2) for i in range(8)]
-    sampled = Sampler(1000, []).sample(logits.expand(8, -1), rows)
+    sampled = Sampler([]).sample(logits.expand(8, -1), rows)
     assert [token.token_id for token in sampled] == [904, 888, 863, 706, 729, 133, 591, 721]

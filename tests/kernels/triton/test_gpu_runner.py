@@ -166,7 +166,7 @@ def exact(logprobs: Sequence[TokenLogprobs]) -> list[object]:
 
 def test_the_engine_speaks_the_tokens_of_the_cpu(recorded: GpuRunner, recorder: EagerRecorder) -> None:
     recorder.replayed.clear()
-    cpu = CpuRunner(make_model(ReferenceBackend()), Sampler(VOCAB_SIZE, ()), make_pool())
+    cpu = CpuRunner(make_model(ReferenceBackend()), Sampler(()), make_pool())
     expected = speak(cpu, mixed_requests(), run_ahead=False)
     found = speak(recorded, mixed_requests(), run_ahead=True)
     assert {name: spoken.token_ids for name, spoken in found.items()} == {

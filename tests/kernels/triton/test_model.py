@@ -38,7 +38,7 @@ def generate(
     loaded.model.attend_with(backend(kv_scales))
     pool = allocate_pool(kv_layout(loaded, 16, kv_scales), 8)
     runner: Runner = (
-        CpuRunner(loaded.model, Sampler(config.vocab_size, config.eos_token_ids), pool)
+        CpuRunner(loaded.model, Sampler(config.eos_token_ids), pool)
         if backend is ReferenceBackend
         else GpuRunner(loaded.model, GpuSampler(config.eos_token_ids), pool, LIMITS)
     )

@@ -36,7 +36,7 @@ def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
 
 
 def check(logits: Tensor, rows: list[SamplingRow]) -> None:
-    expected = Sampler(logits.shape[1], EOS).sample(logits, rows)
+    expected = Sampler(EOS).sample(logits, rows)
     assert sample(logits, rows) == expected
 
 
