@@ -16,8 +16,8 @@ from kvrelay.engine.sampling.random_choice import choose, choose_in_torch
 
 pytestmark = pytest.mark.usefixtures("instruction_set", "num_threads")
 
-# Of 1 token, less than a group of 128, whole groups, whole groups and a part; of many more groups than top_k may have.
-VOCAB_SIZES = (1, 50, 128, 300, 2560, 30_000)
+# Less than a group of 128, whole groups, whole groups and a part; of many more groups than top_k may have.
+VOCAB_SIZES = (1, 2, 50, 128, 300, 2560, 30_000)
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "spread": lambda normal: 2.0 * normal,
     "flat": lambda normal: 0.05 * normal,
@@ -87,10 +87,10 @@ def test_logits_far_below_the_largest_are_in_their_own_order() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("at", [0, 131, 299])
-def test_logits_that_are_not_finite_have_no_log_probabilities_and_do_no_harm(value: float, at: int) -> None:
+@pytest.mark.parametrize("where", [slice(0, 1), slice(131, 132), slice(100, 300)], ids=["first", "inner", "most"])
+def test_logits_that_are_not_finite_have_no_log_probabilities_and_do_no_harm(value: float, where: slice) -> None:
     row = torch.randn(300)
-    row[at] = value
+    row[where] = value
     found = token_logprobs([row, torch.full((300,), -math.inf)], [5, 6], 3)
     assert all(math.isnan(one) for one in [*found.logprobs, *found.top_logprobs])
     for params in (SamplingParams(), SamplingParams(top_k=200), SamplingParams(top_k=2, top_p=0.5, min_p=0.1)):
