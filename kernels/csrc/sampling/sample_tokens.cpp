@@ -89,10 +89,10 @@ class WeightByDistance {
     return buckets;
   }
 
-  // kBuckets for tokens that are farther than the range, or whose distance is a NaN.
+  // kBuckets for tokens that are farther than the range, or whose distance makes no sense.
   int bucket_of(float distance) const {
     const float bucket = distance * scale_;
-    return bucket < kBuckets ? static_cast<int>(bucket) : kBuckets;
+    return bucket >= 0.0f && bucket < kBuckets ? static_cast<int>(bucket) : kBuckets;
   }
 
  private:
