@@ -22,23 +22,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay.core.errors import (
-    ContextLengthError,
-    DeadlineError,
-    GivenUpError,
-    InvalidRequestError,
-    KVRelayError,
-    OverloadedError,
-    UnknownModelError,
-    status_of,
-)
-from kvrelay.core.rpc import RETRY_DELAY_SECONDS
+from kvrelay.core.errors import KVRelayError, OverloadedError
 from kvrelay.core.turns import in_turns
 from router.edge.body_budget import BodyBudget, BodyShare
 from router.edge.echo import echoes
 from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
+from router.edge.openai_errors import answer_error
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
 from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.edge.prompt_logprobs import check_prompt_logprobs
@@ -51,12 +42,6 @@ GenerationBodyT = TypeVar("GenerationBodyT", bound=GenerationBody)
 
 # So many of the largest size may arrive, and wait for their admission, at a time.
 BODIES_AT_A_TIME = 32
-
-# OpenAI's own codes, by which clients recognise a wrong name, and a conversation that they have to shorten.
-_OPENAI_CODES: dict[type[KVRelayError], str] = {
-    ContextLengthError: "context_length_exceeded",
-    UnknownModelError: "model_not_found",
-}
 
 
 def create_app(edge: Edge, *, version: str, max_body_bytes: int, allowed_origins: Sequence[str] = ()) -> Starlette:
@@ -81,9 +66,9 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int, allowed_origins
             Middleware(_RequestIds),
             *_cross_origin(allowed_origins),
             # Starlette's own is outside of these: a browser would hide its answer from the page.
-            Middleware(ServerErrorMiddleware, handler=_answer_error),
+            Middleware(ServerErrorMiddleware, handler=answer_error),
         ],
-        exception_handlers=dict.fromkeys((KVRelayError, HTTPException), _answer_error),
+        exception_handlers=dict.fromkeys((KVRelayError, HTTPException), answer_error),
     )
     # Behind a proxy that ends TLS, a redirect would send the client's prompt and API key again without it, to whichever
     # host the request names.
@@ -251,11 +236,7 @@ class _Gateway:
             generation, streaming = await self._begin(request, form, call_of, share)
         if streaming is None:
             return Response(await until_disconnect(request.receive, generation.whole()), media_type="application/json")
-        events = generation.stream(
-            include_usage=streaming.include_usage,
-            continuous_usage=streaming.continuous_usage,
-            error_body=_error_body,
-        )
+        events = generation.stream(include_usage=streaming.include_usage, continuous_usage=streaming.continuous_usage)
         return EventStream(events)
 
     async def _begin(
@@ -292,39 +273,6 @@ class _Gateway:
             "owned_by": "kvrelay",
             "max_model_len": self._edge.relay.served_model().max_model_len,
         }
-
-
-def _error_body(error: KVRelayError) -> Json:
-    status = status_of(error)
-    code = _OPENAI_CODES.get(type(error), status.grpc_code.name.lower())
-    param = error.field if isinstance(error, InvalidRequestError) else None
-    return {"error": {"message": str(error), "type": status.openai_type, "param": param, "code": code}}
-
-
-def _error_response(error: KVRelayError) -> Response:
-    status = status_of(error).http_status
-    headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status in (429, 503) else {}
-    if status == 503:
-        headers["connection"] = "close"  # so that the next try may reach another router
-    if isinstance(error, DeadlineError | GivenUpError):
-        headers["x-should-retry"] = "false"  # for OpenAI's clients, which would ask twice more
-    return JSONResponse(_error_body(error), status_code=status, headers=headers)
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    """Answers with an error of our own, an HTTPException (404, 405, 408, 413, 415), or any other exception, which the
-    server logs afterwards."""
-    if isinstance(error, KVRelayError):
-        return _error_response(error)
-    if isinstance(error, HTTPException):
-        message = (
-            f"{error.detail}: {request.method} {request.url.path[:100]}"
-            if error.status_code in (404, 405)
-            else error.detail
-        )
-        body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
-    return _error_response(KVRelayError("internal error"))
 
 
 class _RequestIds:

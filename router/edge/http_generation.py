@@ -4,7 +4,7 @@ Invariant: choice `c` of prompt `p` has index `p * n + c`. Closing the stream ab
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -15,12 +15,12 @@ from kvrelay.text.choice import TextChunk
 from router.edge.echo import encoded_logprobs
 from router.edge.edge import Edge, GenerationEvent
 from router.edge.fan_in import merged
+from router.edge.openai_errors import error_body
 from router.edge.openai_format import (
     DONE,
     Echo,
     Envelope,
     Format,
-    Json,
     StreamFormatter,
     Usage,
     WholeChoice,
@@ -84,9 +84,7 @@ class HttpGeneration:
                     prompt_logprobs[prompt_index] = await encoded_prompt_logprobs(self._edge.tokenizer, found)
         return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
 
-    async def stream(
-        self, *, include_usage: bool, continuous_usage: bool, error_body: Callable[[KVRelayError], Json]
-    ) -> AsyncGenerator[bytes, None]:
+    async def stream(self, *, include_usage: bool, continuous_usage: bool) -> AsyncGenerator[bytes, None]:
         """Yields server-sent events. Raises only before the first one; a later failure becomes the last event.
         `include_usage`: the last one has the usage; `continuous_usage`: all of them have that so far."""
         formatter = StreamFormatter(self._shape, self._envelope, include_usage=include_usage)

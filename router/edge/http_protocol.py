@@ -19,6 +19,8 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from router.edge.openai_errors import refusal_body
+
 MAX_HEAD_BYTES = 64 << 10
 # A client may send requests before the first one is answered. As long as fewer than this wait, more is read.
 MAX_WAITING = 16
@@ -159,8 +161,7 @@ class BoundedHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answers what is no request, in OpenAI's form, and closes. Only closes if another answer has begun."""
         if not any(cycle.response_started and not cycle.response_complete for cycle in self._unanswered):
-            error = {"message": msg, "type": "invalid_request_error", "param": None, "code": None}
-            body = json.dumps({"error": error}).encode()
+            body = json.dumps(refusal_body(msg)).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close" % len(body)
             self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%s\r\n\r\n%s" % (head, body))
         self.transport.close()

@@ -8,7 +8,7 @@ from kvrelay.core import errors
 from kvrelay.core.errors import KVRelayError, status_of
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
-from router.edge import gateway
+from router.edge import gateway, openai_errors
 from router.edge.openai_schema import ChatBody, CompletionBody, TokenizeBody
 from router.edge.unsupported_fields import UNSUPPORTED_FIELDS
 from router.request import KVOrigins, RequestTrace
@@ -62,6 +62,6 @@ def test_fields_of_a_trace() -> None:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
 def test_statuses_of_errors(error: type[KVRelayError]) -> None:
-    said = gateway._error_body(error("it failed"))["error"]
+    said = openai_errors.error_body(error("it failed"))["error"]
     kinds = [row[:2] for row in rows(section(PAGE, "### Errors")) if f"`{said['code']}`" in row[2]]
     assert kinds == [[str(status_of(error("it failed")).http_status), f"`{said['type']}`"]]
