@@ -25,14 +25,8 @@ from kvrelay.core.lifecycle import StopSignals, announce_ready, raise_open_files
 from kvrelay.core.listening import address_of, bound_socket, check_port
 from kvrelay.core.logs import configure_logging
 from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.rpc import (
-    WHOLE_SERVER,
-    ErrorInterceptor,
-    add_health_and_reflection,
-    serve_insecure,
-    server_options,
-    set_serving,
-)
+from kvrelay.core.rpc import WHOLE_SERVER, add_health_and_reflection, serve_insecure, server_options, set_serving
+from kvrelay.core.rpc_calls import CallInterceptor
 from kvrelay.core.tasks import end_tasks, first_of
 from kvrelay.core.vocabulary import vocabulary_digest
 from kvrelay.text.tokenizer import Tokenizer
@@ -179,7 +173,7 @@ async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: as
 async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_GrpcServer]:
     # A message that is parsed may take thirty times its bytes, and the loop waits for it.
     options = server_options(max_request_bytes=settings.max_body_bytes)
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=options)
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(edge), server)
     servicer = add_health_and_reflection(server, [SERVICE_NAME])
     port = await serve_insecure(server, settings.host, settings.grpc_port, flag="--grpc-port")

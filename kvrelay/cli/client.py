@@ -17,7 +17,8 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.config_fields import Verbatim
 from kvrelay.core.option_types import HostPort, Timeout
-from kvrelay.core.rpc import DETAILS_KEY, WITHOUT_PROXY
+from kvrelay.core.rpc import WITHOUT_PROXY
+from kvrelay.core.rpc_errors import DETAILS_KEY
 from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 

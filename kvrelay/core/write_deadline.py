@@ -8,6 +8,9 @@ from types import TracebackType
 
 from kvrelay.core.errors import CancelledByPeerError
 
+# A peer that takes nothing from its stream for so long counts as gone; until then its stream keeps its resources.
+WRITE_SECONDS = 60.0
+
 
 class WriteDeadline:
     """The limit of one stream: the task that made it enters it around every write, and closes it when the stream ends.

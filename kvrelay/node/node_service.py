@@ -9,7 +9,7 @@ from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, NodeDescription, NodeRole, NodeStats
-from kvrelay.core.rpc import Context
+from kvrelay.core.rpc_calls import Context
 from kvrelay.core.wire import description_to_wire, load_to_wire, stats_to_wire
 from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node

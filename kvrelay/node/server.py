@@ -16,12 +16,12 @@ from kvrelay.core.node_report import NodeRole
 from kvrelay.core.rpc import (
     KEEPALIVE_TIMEOUT_MS,
     WHOLE_SERVER,
-    ErrorInterceptor,
     add_health_and_reflection,
     serve_insecure,
     server_options,
     set_serving,
 )
+from kvrelay.core.rpc_calls import CallInterceptor
 from kvrelay.core.tasks import end_tasks
 from kvrelay.node.node import Node
 from kvrelay.node.node_service import NodeService
@@ -57,7 +57,7 @@ class NodeServer:
         self._service = service
         # Soon, since a router that is gone keeps blocks here which others wait for.
         options = server_options(ping_timeout_ms=KEEPALIVE_TIMEOUT_MS)
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self._server = grpc.aio.server(interceptors=[CallInterceptor()], options=options)
         service.attach(self._server)
         node_pb2_grpc.add_NodeServicer_to_server(NodeService(node, service.role), self._server)
         self._health = add_health_and_reflection(self._server, [service.name, _NODE_SERVICE])

@@ -13,7 +13,7 @@ from kvrelay.core.errors import (
     UnknownModelError,
     status_of,
 )
-from kvrelay.core.rpc import RETRY_DELAY_SECONDS
+from kvrelay.core.rpc_errors import RETRY_DELAY_SECONDS
 from router.edge.openai_format import Json
 
 # OpenAI's own codes, by which clients recognise a wrong name, and a conversation that they have to shorten.

@@ -17,7 +17,7 @@ from kvrelay.core.kv_source import HeldBlocks, KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.rpc import error_from_rpc
+from kvrelay.core.rpc_errors import error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import (
     fetch_report_from_wire,

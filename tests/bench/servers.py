@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 from aiohttp import web
 
-from kvrelay.core.rpc import ErrorInterceptor, serve_insecure, server_options
+from kvrelay.core.rpc import serve_insecure, server_options
+from kvrelay.core.rpc_calls import CallInterceptor
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.gateway import create_app
 from router.edge.grpc_service import RouterService
@@ -33,7 +34,7 @@ async def gateway(relay: ScriptedRelay) -> AsyncIterator[str]:
 @asynccontextmanager
 async def grpc_router(relay: ScriptedRelay) -> AsyncIterator[str]:
     """Yields the URL of a router over gRPC."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     yield f"grpc://127.0.0.1:{port}"

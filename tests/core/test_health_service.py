@@ -12,13 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrelay.core.health_service import HealthService
 from kvrelay.core.rpc import (
     WHOLE_SERVER,
-    ErrorInterceptor,
     add_health_and_reflection,
     channel_options,
     serve_insecure,
     server_options,
     set_serving,
 )
+from kvrelay.core.rpc_calls import CallInterceptor
 
 SERVICE = "some.Service"
 PATIENCE = 20.0
@@ -28,7 +28,7 @@ _INITIAL_WINDOW_SIZE = 4
 
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[HealthService, int]]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
     servicer = add_health_and_reflection(server, [SERVICE])
     port = await serve_insecure(server, "127.0.0.1", 0)
     yield servicer, port

@@ -28,18 +28,16 @@ from kvrelay.core.errors import (
     UnknownModelError,
 )
 from kvrelay.core.rpc import (
-    DETAILS_KEY,
     RECONNECT_SECONDS,
     WHOLE_SERVER,
-    ErrorInterceptor,
     add_health_and_reflection,
     channel_options,
-    error_from_rpc,
-    rich_status,
     serve_insecure,
     server_options,
     set_serving,
 )
+from kvrelay.core.rpc_calls import CallInterceptor
+from kvrelay.core.rpc_errors import DETAILS_KEY, error_from_rpc, rich_status
 from kvrelay.v1 import decode_node_pb2, decode_node_pb2_grpc, router_pb2, router_pb2_grpc
 
 
@@ -89,7 +87,7 @@ class EchoDecode(decode_node_pb2_grpc.DecodeNodeServicer):
 
 @asynccontextmanager
 async def serving(servicer: FailingRouter) -> AsyncIterator[grpc.aio.Channel]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
     decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(EchoDecode(), server)
     health = add_health_and_reflection(server, ["kvrelay.v1.Router"])
@@ -146,7 +144,7 @@ async def test_an_error_comes_back_as_itself(error: KVRelayError, code: grpc.Sta
 
 
 async def test_a_foreign_exception_is_internal_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR, logger="kvrelay.core.rpc"):
+    with caplog.at_level(logging.ERROR, logger="kvrelay.core.rpc_calls"):
         rpc_error, restored = await raised_by_generate(ZeroDivisionError("secret detail"))
     assert rpc_error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in str(restored)
@@ -280,7 +278,7 @@ def test_grpc_knows_every_option_by_its_name() -> None:
 
 async def test_calls_that_arrive_while_the_loop_is_busy_are_all_answered() -> None:
     """gRPC would cancel some of those beyond a thousand, at random and without a word of ours."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(FailingRouter(OverloadedError("full")), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
@@ -330,7 +328,7 @@ class EndlessRouter(FailingRouter):
 
 async def test_a_client_that_takes_nothing_of_its_stream_loses_it() -> None:
     servicer = EndlessRouter(None)
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(write_timeout=0.2)], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor(write_timeout=0.2)], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     try:

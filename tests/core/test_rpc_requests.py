@@ -11,15 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.core.rpc import (
-    LARGE_REQUEST_BYTES,
-    REQUEST_SECONDS,
-    ErrorInterceptor,
-    Handler,
-    channel_options,
-    serve_insecure,
-    server_options,
-)
+from kvrelay.core.rpc import channel_options, serve_insecure, server_options
+from kvrelay.core.rpc_calls import LARGE_REQUEST_BYTES, REQUEST_SECONDS, CallInterceptor, Handler
 from tests.loop_turns import counting_turns
 
 METHOD = "/test.Service/Respond"
@@ -36,7 +29,7 @@ class Received:
 @asynccontextmanager
 async def serving(handler: Handler, *, request_timeout: float = REQUEST_SECONDS) -> AsyncIterator[grpc.aio.Channel]:
     """Yields a channel to a server whose only method is handled by `handler`."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(request_timeout=request_timeout)], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor(request_timeout=request_timeout)], options=server_options())
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Service", {"Respond": handler})])
     port = await serve_insecure(server, "127.0.0.1", 0)
     try:
@@ -113,6 +106,6 @@ async def test_large_requests_that_have_come_together_begin_in_different_turns_o
             return grpc.unary_unary_rpc_method_handler(respond, request_deserializer=Received)
 
         details: Any = SimpleNamespace(method=METHOD)
-        handler: Any = await ErrorInterceptor().intercept_service(find, details)
+        handler: Any = await CallInterceptor().intercept_service(find, details)
         await asyncio.gather(*(handler.stream_unary(None, Arrived()) for _ in range(8)))
     assert len(set(begun_in)) == 8

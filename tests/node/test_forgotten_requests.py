@@ -11,7 +11,7 @@ import pytest
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.rpc import Context
+from kvrelay.core.rpc_calls import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire
 from kvrelay.engine.request import StepResult

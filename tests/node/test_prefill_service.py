@@ -12,7 +12,7 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
 from kvrelay.core.named_block import NamedBlock
-from kvrelay.core.rpc import Context
+from kvrelay.core.rpc_calls import Context
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.core.wire import sampling_to_wire, source_to_wire
 from kvrelay.engine.request import Admission, StepResult

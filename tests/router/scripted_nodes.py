@@ -12,7 +12,8 @@ from kvrelay.core.block_hash import BlockHash, KVNamespace
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.node_report import PROTOCOL
 from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.rpc import Context, ErrorInterceptor, serve_insecure, server_options
+from kvrelay.core.rpc import serve_insecure, server_options
+from kvrelay.core.rpc_calls import CallInterceptor, Context
 from kvrelay.core.wire import namespace_to_wire, output_to_wire
 from kvrelay.v1 import (
     common_pb2,
@@ -88,7 +89,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
 
     async def start(self) -> None:
         """Starts serving, on the port the node had before if it had one."""
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+        self._server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
         self.attach(self._server)
         self.port = await serve_insecure(self._server, "127.0.0.1", self.port)
 

@@ -1,5 +1,5 @@
 """The part of `grpc.aio` that our clients and servicers use, over the simulated network. Generated stubs, servicers and
-the ErrorInterceptor run on it unchanged.
+the CallInterceptor run on it unchanged.
 
 Invariant: a call ends exactly once at each end; at the client's end by a status, a loss, its deadline, or its own
 cancellation.
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import grpc
 
-from kvrelay.core.rpc import ErrorInterceptor
+from kvrelay.core.rpc_calls import CallInterceptor
 from tests.simulation.network import Connection, Network
 from tests.simulation.virtual_loop import Process
 
@@ -40,7 +40,7 @@ class Server:
         self.process = process
         self.network = network
         self._handlers: dict[str, Any] = {}
-        self._interceptor = ErrorInterceptor()
+        self._interceptor = CallInterceptor()
         self._calls: dict[ServerCall, None] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:

@@ -14,7 +14,8 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.rpc import Context, ErrorInterceptor, channel_options, serve_insecure, server_options
+from kvrelay.core.rpc import channel_options, serve_insecure, server_options
+from kvrelay.core.rpc_calls import CallInterceptor, Context
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.grpc_service import RouterService
 from router.edge.http_protocol import BoundedHttp
@@ -96,7 +97,7 @@ async def test_an_answer_to_a_client_of_http_1_0_is_forgotten(gateway: Gateway) 
 
 async def test_a_grpc_stream_that_has_failed_is_forgotten(relay: ScriptedRelay) -> None:
     relay.fail_with, relay.fail_at = UnavailableError("lost"), 2
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
@@ -121,7 +122,7 @@ async def test_a_grpc_request_is_not_kept_while_it_runs(
         return await admit(service, request, context)
 
     monkeypatch.setattr(RouterService, "_admit", watched)
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(RouterService(make_edge(relay)), server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:

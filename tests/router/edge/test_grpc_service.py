@@ -18,7 +18,9 @@ from kvrelay.core.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from kvrelay.core.rpc import ErrorInterceptor, channel_options, error_from_rpc, serve_insecure, server_options
+from kvrelay.core.rpc import channel_options, serve_insecure, server_options
+from kvrelay.core.rpc_calls import CallInterceptor
+from kvrelay.core.rpc_errors import error_from_rpc
 from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -49,7 +51,7 @@ async def stub(edge: Edge) -> AsyncIterator[Stub]:
 
 @asynccontextmanager
 async def serving(service: RouterService) -> AsyncIterator[Stub]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
     router_pb2_grpc.add_RouterServicer_to_server(service, server)
     port = await serve_insecure(server, "127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:

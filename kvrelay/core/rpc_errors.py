@@ -1,0 +1,106 @@
+"""Errors between processes.
+
+Invariant: an error of our tree leaves a service as a status code, a message and rich details (google.rpc), and becomes
+the same class again on the other side.
+"""
+
+from typing import Any
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from kvrelay.core.errors import (
+    CancelledByPeerError,
+    ConfigurationError,
+    ContextLengthError,
+    DeadlineError,
+    GivenUpError,
+    InvalidRequestError,
+    KVError,
+    KVRelayError,
+    ModelLoadError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+    error_of_code,
+    status_of,
+)
+
+RETRY_DELAY_SECONDS = 1
+ERROR_DOMAIN = "kvrelay"
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS = 512
+
+# ErrorInfo.reason on the wire: it names the error's class, which the status code alone does not always determine.
+_REASONS: dict[str, type[KVRelayError]] = {
+    "INTERNAL": KVRelayError,
+    "INVALID_REQUEST": InvalidRequestError,
+    "CONTEXT_LENGTH": ContextLengthError,
+    "UNKNOWN_MODEL": UnknownModelError,
+    "CONFIGURATION": ConfigurationError,
+    "MODEL_LOAD": ModelLoadError,
+    "KV": KVError,
+    "CANCELLED": CancelledByPeerError,
+    "DEADLINE": DeadlineError,
+    "GIVEN_UP": GivenUpError,
+    "OVERLOADED": OverloadedError,
+    "UNAVAILABLE": UnavailableError,
+}
+_REASON_OF = {cls: reason for reason, cls in _REASONS.items()}
+
+
+def rich_status(error: KVRelayError) -> Any:
+    """Returns `error` as a google.rpc.Status, always with ErrorInfo, with BadRequest if a field is named, and with
+    RetryInfo if trying again may help.
+
+    The message is cut so that it fits HTTP/2 trailers in any script.
+    """
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=_reason_of(error), domain=ERROR_DOMAIN)]
+    message = str(error)[:MAX_MESSAGE_CHARS]
+    if isinstance(error, InvalidRequestError) and error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, OverloadedError | UnavailableError):
+        details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=RETRY_DELAY_SECONDS)))
+    packed = [AnyMessage() for _ in details]
+    for slot, detail in zip(packed, details, strict=True):
+        slot.Pack(detail)
+    code = status_of(error).grpc_code.value[0]
+    return status_pb2.Status(code=code, message=message, details=packed)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
+    """Returns the error that a peer or the transport has reported, as an exception of our own tree, with the field that
+    it names."""
+    message = error.details() or error.code().name
+    reason, field = _details_of(error)
+    cls = _REASONS.get(reason)
+    if cls is None:
+        return error_of_code(error.code(), message)
+    if issubclass(cls, InvalidRequestError):
+        return cls(message, field=field)
+    return cls(message)
+
+
+def _reason_of(error: KVRelayError) -> str:
+    return next(_REASON_OF[cls] for cls in type(error).__mro__ if cls in _REASON_OF)
+
+
+def _details_of(error: grpc.aio.AioRpcError) -> tuple[str, str | None]:
+    """Returns the reason ("" if the peer is not of kvrelay) and the field. Details that cannot be parsed are
+    ignored."""
+    encoded = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
+    if not isinstance(encoded, bytes):
+        return "", None
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    try:
+        for detail in status_pb2.Status.FromString(encoded).details:
+            detail.Unpack(info)
+            detail.Unpack(bad_request)
+    except DecodeError:
+        return "", None
+    field = bad_request.field_violations[0].field if bad_request.field_violations else None
+    return (info.reason if info.domain == ERROR_DOMAIN else ""), field
