@@ -72,8 +72,9 @@ async def test_of_a_lease_whose_node_is_gone_the_log_does_not_say_that_it_will_e
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
-        first = asyncio.create_task(take(events))
-        (await soon(nodes.prefill.calls)).accept("lease")
+        first, call, _ = await opened(nodes, events)
+        call.publish(1)
+        await nodes.decode.pull()  # so that the lease is known
         await nodes.prefill.stop()
         await until(lambda: "could not be released; it expires there, unless the node has ended" in caplog.text)
         await give_up(first)
