@@ -23,17 +23,16 @@ from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Transport, uninterrupted
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outages import Outages
+from kvrelay.core.source_breakers import SourceBreakers
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
 _MIN_CONCLUSIVE_TIMEOUT = 1.0  # seconds; running out of less time than that says nothing about the holder
-_MOST_BREAKERS = 256  # of which the oldest gives way
 
 
 @dataclass(slots=True)
@@ -43,9 +42,9 @@ class _Open:
     shared: SharedPool[Payloads]
     transport: Transport
     holder: Holder
+    breakers: SourceBreakers  # of holders
     peers: dict[str, Peer] = field(default_factory=dict)  # by endpoint
     fetches: set["_Fetch"] = field(default_factory=set)  # under way
-    breakers: dict[KVSource, CircuitBreaker] = field(default_factory=dict)  # of holders that have not answered since
     leaving: set["asyncio.Task[None]"] = field(default_factory=set)  # peers that are being closed
 
     def peer(self, source: KVSource, key: bytes, stats: ConnectorStats) -> Peer:
@@ -54,12 +53,6 @@ class _Open:
         if peer is None:
             peer = self.peers[source.endpoint] = Peer(source.endpoint, self.transport, self.shared.pool, key, stats)
         return peer
-
-    def breaker(self, source: KVSource, clock: Clock) -> CircuitBreaker:
-        breaker = self.breakers.setdefault(source, CircuitBreaker(f"node {source.node_id}", clock))
-        while len(self.breakers) > _MOST_BREAKERS:
-            del self.breakers[next(iter(self.breakers))]
-        return breaker
 
     def _forget_deserted(self) -> None:
         """Closes, in the background, the peers to which no connection is left: a holder that restarts has another port.
@@ -162,8 +155,7 @@ class UcxConnector:
     ) -> None:
         """Fills in the verdicts, unless the holder has failed several times in a row: one that the network does not
         reach would otherwise cost every request a timeout."""
-        breaker = state.breaker(source, self._clock)
-        attempt = breaker.admit()
+        attempt = state.breakers.admit(source)
         if attempt is None:
             self.stats.skipped += len(blocks)
             return
@@ -173,21 +165,21 @@ class UcxConnector:
         try:
             await fetch.run()
         except BaseException:
-            breaker.abandoned(attempt)
+            state.breakers.abandoned(source, attempt)
             raise
         finally:
             state.fetches.discard(fetch)
         if fetch.answered:
-            breaker.succeeded()
-            state.breakers.pop(source, None)
+            state.breakers.succeeded(source)
         elif fetch.expired and timeout < _MIN_CONCLUSIVE_TIMEOUT:
-            breaker.abandoned(attempt)
+            state.breakers.abandoned(source, attempt)
         else:
-            breaker.failed(attempt)
+            state.breakers.failed(source, attempt, name=f"node {source.node_id}")
 
     def _open(self, transport: Transport, pool: Payloads, epoch: int) -> None:
         shared = SharedPool(pool, epoch)
-        self._state = _Open(shared, transport, Holder(transport, shared, self._key, self.stats, self._outages))
+        holder = Holder(transport, shared, self._key, self.stats, self._outages)
+        self._state = _Open(shared, transport, holder, SourceBreakers(self._clock))
 
     def _require(self) -> _Open:
         if self._state is None:

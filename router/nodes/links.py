@@ -7,54 +7,32 @@ or broke off, is left alone for a while, and then tried by one prompt at a time.
 
 from random import Random
 
-from kvrelay.core.breaker import Attempt, CircuitBreaker
+from kvrelay.core.breaker import Attempt
 from kvrelay.core.clock import Clock
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import STORE, FetchReport
-
-_CAPACITY = 256  # links that fail, of which the oldest gives way
+from kvrelay.core.source_breakers import SourceBreakers
 
 
 class Links:
     """The links from prefill nodes to one decode node. `random` draws for how long they are left alone."""
 
     def __init__(self, clock: Clock, random: Random) -> None:
-        self._clock = clock
-        self._random = random
-        self._breakers: dict[KVSource, CircuitBreaker] = {}  # of the links that failed lately
+        self._breakers = SourceBreakers(clock, random=random)
 
     def failing(self) -> list[KVSource]:
         """Returns the prefill nodes that are left alone or tried again, since their KV did not get here. They may
         have ended meanwhile."""
-        return [source for source, breaker in self._breakers.items() if breaker.is_open]
+        return self._breakers.open()
 
     def broken(self) -> list[KVSource]:
         """Returns those of `failing` that are left alone now, or are being tried by a prompt already."""
-        return [source for source, breaker in self._breakers.items() if not breaker.admits]
+        return self._breakers.refusing()
 
     def begin(self, source: KVSource, reader: str) -> "Delivery":
         """Returns the delivery of a prompt's KV by `source`. `reader` is the decode node's id, for the log."""
-        breaker = self._breakers.get(source)
-        attempt = Attempt(object()) if breaker is None else breaker.admit()
-        return Delivery(self, source, f"moving KV from {source.node_id} to {reader}", attempt)
-
-    def arrived(self, source: KVSource) -> None:
-        breaker = self._breakers.pop(source, None)
-        if breaker is not None:
-            breaker.succeeded()
-
-    def lost(self, source: KVSource, name: str, attempt: Attempt) -> None:
-        breaker = self._breakers.get(source)
-        if breaker is None:
-            breaker = self._breakers[source] = CircuitBreaker(name, self._clock, random=self._random)
-            if len(self._breakers) > _CAPACITY:
-                del self._breakers[next(iter(self._breakers))]
-        breaker.failed(attempt)
-
-    def abandoned(self, source: KVSource, attempt: Attempt) -> None:
-        breaker = self._breakers.get(source)
-        if breaker is not None:
-            breaker.abandoned(attempt)
+        name = f"moving KV from {source.node_id} to {reader}"
+        return Delivery(self._breakers, source, name, self._breakers.admit(source))
 
 
 class Delivery:
@@ -62,8 +40,8 @@ class Delivery:
     any case; only the first call counts. `attempt` is None if the link was left alone already, so that it says nothing
     new if nothing comes."""
 
-    def __init__(self, links: Links, source: KVSource, name: str, attempt: Attempt | None) -> None:
-        self._links = links
+    def __init__(self, breakers: SourceBreakers, source: KVSource, name: str, attempt: Attempt | None) -> None:
+        self._breakers = breakers
         self._source = source
         self._name = name
         self._attempt = attempt
@@ -79,14 +57,14 @@ class Delivery:
         broke_off = lacks_blocks and fetches.num_failed > 0  # perhaps from another holder, hardly three times in a row
         if not broke_off and any(node_id == origin for node_id, _ in fetches.fetched):
             self._is_over = True
-            self._links.arrived(self._source)
+            self._breakers.succeeded(self._source)
         elif lacks_blocks and self._attempt is not None:
             self._is_over = True
-            self._links.lost(self._source, self._name, self._attempt)
+            self._breakers.failed(self._source, self._attempt, name=self._name)
         else:
             self.close()
 
     def close(self) -> None:
         if not self._is_over and self._attempt is not None:
-            self._links.abandoned(self._source, self._attempt)
+            self._breakers.abandoned(self._source, self._attempt)
         self._is_over = True

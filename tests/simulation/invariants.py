@@ -88,7 +88,7 @@ def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode])
 
 
 def _trials(links: Links) -> list[str]:
-    return [source.node_id for source, breaker in links._breakers.items() if breaker._trial is not None]
+    return [source.node_id for source, breaker in links._breakers._breakers.items() if breaker._trial is not None]
 
 
 def _is_idle(load: NodeLoad) -> bool:

@@ -17,6 +17,7 @@ from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.source_breakers import SourceBreakers
 from kvrelay.core.wire import sampling_from_wire
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
@@ -24,7 +25,6 @@ from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.node import engine_request
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
-from router.nodes.links import Links
 from router.relay.attempt import Attempt
 from router.relay.charge import Charge
 from router.relay.decode_client import DecodeSession
@@ -125,7 +125,7 @@ def _forgets_a_token(supervisor: RequestSupervisor, attempt: Attempt, event: Any
         del tokens[1:2]
 
 
-def _never_ends_a_trial(links: Links, source: Any, attempt: Any) -> None:
+def _never_ends_a_trial(breakers: SourceBreakers, source: Any, attempt: Any) -> None:
     """Leaves a link that was tried to a prompt of which nothing will be heard."""
 
 
@@ -156,7 +156,7 @@ PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (EngineSequence, "block_hashes", _names_other_tokens_alike, "output 0 is"),
     (RequestSupervisor, "_remember", _forgets_a_token, "output 0 is"),
     (RequestSupervisor, "on_decode_node_live", _hears_of_no_node, "no decode node came"),
-    (Links, "abandoned", _never_ends_a_trial, "trials of links"),
+    (SourceBreakers, "abandoned", _never_ends_a_trial, "trials of links"),
     (PrefillClient, "release", _forgets_to_release, "leases"),
     (LeaseTable, "sweep", _never_expires, "leases left"),
     (Receiver, "discard", _keeps_blocks_pinned, "are still held"),

@@ -8,11 +8,11 @@ import pytest
 
 from kv_connector.base import FetchOutcome
 from kv_connector.settings import UcxSettings
-from kv_connector.ucx import connector as connector_module
 from kv_connector.ucx import reader as reader_module
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.protocol import MAX_ASK_BLOCKS
 from kv_connector.ucx.reader import LANES
+from kvrelay.core import source_breakers
 from kvrelay.core.kv_source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
 from tests.manual_clock import ManualClock
@@ -90,17 +90,17 @@ async def test_a_trial_that_says_nothing_is_followed_by_another(reader: Reader, 
 async def test_the_oldest_of_many_lost_holders_is_forgotten_and_none_for_those_that_answer(
     reader: Reader, port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector_module, "_MOST_BREAKERS", 3)
+    monkeypatch.setattr(source_breakers, "_CAPACITY", 3)
     holders = [Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), "holder", 1, LAYOUT, EPOCH) for _ in range(2)]
-    lost = [source_at(port, f"lost-{index}") for index in range(3)]
+    lost = [source_at(port, f"lost-{index}") for index in range(4)]
     for holder in holders:
         await write_and_publish(holder, blocks(1))
     for source in lost[:2]:
         assert [await reader.leaves_alone(source) for _ in range(4)] == [False] * 3 + [True]
     for holder in holders:
         assert await reader.fetch(holder.source) is FetchOutcome.FETCHED
-    assert [await reader.leaves_alone(source) for source in lost] == [True, True, False]
+    assert [await reader.leaves_alone(source) for source in lost[:3]] == [True, True, False]
     assert await reader.fetch(holders[0].source) is FetchOutcome.FETCHED
-    assert [await reader.leaves_alone(source) for source in (lost[1], lost[0])] == [True, False]
+    assert [await reader.leaves_alone(source) for source in (lost[3], lost[1], lost[0])] == [False, True, False]
     for holder in holders:
         await holder.connector.close()

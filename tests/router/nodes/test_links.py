@@ -8,7 +8,8 @@ import pytest
 
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
-from router.nodes.links import _CAPACITY, Delivery, Links
+from kvrelay.core.source_breakers import _CAPACITY
+from router.nodes.links import Delivery, Links
 from tests.manual_clock import ManualClock
 
 P, OTHER = (KVSource(name, 1, f"endpoint-{name}") for name in ("p", "other"))
