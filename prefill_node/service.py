@@ -28,17 +28,17 @@ from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.rpc_calls import Context
 from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
-from kvrelay.engine.request import Admission, EngineLoad, EngineRequest, KVRole, PromptOutput, StepResult
+from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, deadline_after
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from prefill_node.leases import LeaseTable
+from prefill_node.stall import StallWatch
 
 _logger = logging.getLogger(__name__)
 _MAX_LEASE_SECONDS = 600.0
-_PATIENT_SWEEPS = 10  # in which the same request may lack room while others, of a higher priority, go on
 
 
 @dataclass(slots=True)
@@ -71,8 +71,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._leases = LeaseTable(
             clock or MonotonicClock(), self._end_lease, on_sweep=self._end_stall, counts=node.lease_counts
         )
-        self._swept_load = EngineLoad()  # the node's, when leases were last swept
-        self._num_sweeps_lacking = 0  # in a row, by which the same request lacked room
+        self._stall_watch = StallWatch()
 
     def attach(self, server: grpc.aio.Server) -> None:
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
@@ -142,20 +141,11 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._node.engine_thread.post(lambda engine: engine.release_lease(lease_id))
 
     def _end_stall(self) -> None:
-        """Ends the oldest lease early if requests wait and no step was made since the last sweep, or if the first of
-        them has lacked room for `_PATIENT_SWEEPS` while others overtake it. Then leases hold the blocks that those
-        requests need, perhaps for decode nodes that in turn wait for these requests. The reader of the lease computes
-        the blocks that it misses."""
-        load, previous = self._node.event_log.load, self._swept_load
-        self._swept_load = load
-        still_lacks = load.first_lacking > 0 and load.first_lacking == previous.first_lacking
-        self._num_sweeps_lacking = self._num_sweeps_lacking + 1 if still_lacks else 0
-        if load.num_requests_waiting == 0:
+        """Ends the oldest lease early if requests wait for blocks that leases hold. The lease's reader computes what it
+        then misses."""
+        load = self._node.event_log.load
+        if not self._stall_watch.is_stalled(load):
             return
-        nothing_moves = load.num_requests_running == 0 and load.num_steps == previous.num_steps
-        if not nothing_moves and self._num_sweeps_lacking < _PATIENT_SWEEPS:
-            return
-        self._num_sweeps_lacking = 0
         oldest = next((lease_id for lease_id in self._leases if lease_id not in self._active), None)
         if oldest is not None:
             _logger.warning("%d requests wait for blocks: lease %s ends early", load.num_requests_waiting, oldest)
