@@ -32,7 +32,6 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from router.nodes.links import Delivery
 from router.nodes.node import NodeHandle, NodeState
 from router.relay.charge import Charge
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
@@ -42,11 +41,11 @@ from router.relay.prefill_client import (
     PrefillEvent,
     PrefillFinished,
     PrefillProgress,
-    PrefillSession,
 )
 from router.relay.recovery_metrics import MigrationCause, Rung
 from router.relay.refill import Refill
 from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
+from router.relay.supply import Supply
 from router.relay.tally import Tally
 from router.request import NodeRequest
 
@@ -124,17 +123,15 @@ class Attempt:
         self._wire_id = wire_id
         self._decode = placement.decode
         self._prefill = placement.prefill
-        self._charge = Charge(placement.prefill or placement.decode)  # until the first tokens have come
+        self._charge = Charge(placement.decode)  # until its first tokens have come, if D prefills
         self._yields_to_decodes = placement.yields_to_decodes
         self._tally = tally
         self._place_refill = place_refill
         self._sink: Callable[[AttemptEvent], None] = _ignore
         self._time_left = time_left
         self._refill: Refill | None = None
-        self._delivery: Delivery | None = None  # of P's blocks to D
         self._session: DecodeSession | None = None
-        self._prefilling: PrefillSession | None = None
-        self._num_published_blocks = 0
+        self._supply: Supply | None = None  # by P
         self._has_first_tokens = False
         self._decoding: set[int] = set()  # outputs that D computes, whether or not the client still waits for them
         self._decoded: set[int] = set()  # outputs of which D has sent tokens
@@ -145,7 +142,6 @@ class Attempt:
         """Sends the request to the nodes, whose events go to `sink` from now on."""
         self._sink = sink
         timeout = self._time_left()
-        self._charge.begin()
         self._session = self._decode.client.open(self._wire_id, sink)
         self._decode.node.num_sequences += self._node_request.sampling.n  # from now on, `close` takes it back
         self._session.admit(
@@ -156,12 +152,11 @@ class Attempt:
             sources=self._decode.sources,
         )
         if self._prefill is None:
+            self._charge.begin()
             self._decoding = set(self._node_request.choices)
             return
-        self._delivery = self._decode.node.links.begin(self._prefill.source, self.decode_node)
-        self._prefilling = self._prefill.client.prefill(
-            self._wire_id, self._node_request, self._prefill.sources, timeout=timeout, sink=sink
-        )
+        self._supply = self._supply_by(self._prefill, self._session)
+        self._supply.open(self._wire_id, self._node_request, timeout=timeout, sink=sink)
 
     @property
     def awaited(self) -> str:
@@ -187,10 +182,8 @@ class Attempt:
         if self._session is not None:
             self._decode.node.num_sequences -= self._node_request.sampling.n
             self._session.close(finished=self._decode_is_done)
-        if self._delivery is not None:
-            self._delivery.close()
-        if self._prefilling is not None:
-            self._prefilling.close()
+        if self._supply is not None:
+            self._supply.close()
         if self._refill is not None:
             self._refill.close()
 
@@ -205,8 +198,8 @@ class Attempt:
             case PrefillAccepted():
                 self._tally.accepted()
             case PrefillProgress(num_published_blocks):
-                self._num_published_blocks = num_published_blocks
-                self._pull(ended=False)
+                assert self._supply is not None
+                self._supply.published(num_published_blocks)
             case PrefillFinished():
                 return self._on_first_tokens(event)
             case PrefillEnded(error):
@@ -262,12 +255,11 @@ class Attempt:
             self._session.finish(index)
 
     def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[ClientEvent]:
-        assert self._session is not None and self._prefill is not None
+        assert self._session is not None and self._prefill is not None and self._supply is not None
         if {output.index for output in finished.first_tokens} != set(self._node_request.choices):
             raise self._prefill_lost(KVRelayError("the prefill node did not answer with a token of every output"))
-        self._charge.end()
+        self._supply.computed()
         self._has_first_tokens = True
-        self._prefill.node.outlier.succeeded()
         self.prefill_node = self._prefill.source.node_id
         self._tally.first_token()
         self._tally.computed(
@@ -284,13 +276,12 @@ class Attempt:
         return (finished.prompt_logprobs, *finished.first_tokens)
 
     def _on_prefill_ended(self, error: KVRelayError | None) -> None:
-        assert self._prefill is not None
+        assert self._supply is not None
         if not self._has_first_tokens:
             raise self._prefill_lost(error or KVRelayError("the prefill node ended without a first token"))
         if error is not None:
-            self._prefill.node.failed(error)
             _logger.warning("request %s: the prefill node failed after its first token: %s", self._wire_id, error)
-        self._pull(ended=True)
+        self._supply.ended(error)
 
     def _on_kv_missing(self, num_missing_tokens: int) -> None:
         """Answers D, which waits until it knows whether another node will provide the missing blocks."""
@@ -303,9 +294,8 @@ class Attempt:
             self._session.pull_no_more()
             return
         self._tally.refill_began()
-        delivery = self._decode.node.links.begin(placement.source, self.decode_node)
-        wire_id = f"{self._wire_id}.refill"
-        self._refill = Refill(self._node_request, wire_id, placement, self._session, delivery, self._tally)
+        supply = self._supply_by(placement, self._session)
+        self._refill = Refill(self._node_request, f"{self._wire_id}.refill", placement, supply, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._time_left())
 
     def _refill_placement(self, num_missing_tokens: int) -> PrefillPlacement | None:
@@ -339,13 +329,13 @@ class Attempt:
         lacked_blocks = self._refill is not None or recomputes  # of those that P should have sent
         if not lacked_blocks and ready.fetches.fetched:
             self._decode.node.outages.succeeded(self._outage)
-        if self._delivery is not None:
-            self._delivery.settle(ready.fetches, lacks_blocks=lacked_blocks)
+        if self._supply is not None:
+            self._supply.settle(ready.fetches, lacks_blocks=lacked_blocks)
         if self._refill is not None:
             self._refill.enough(ready.fetches, lacks_blocks=recomputes)
         if self._has_first_tokens:  # until then the prefill still needs its blocks
-            assert self._prefilling is not None
-            self._prefilling.release()
+            assert self._supply is not None
+            self._supply.release()
 
     def _prefill_lost(self, error: KVRelayError) -> KVRelayError:
         """Returns the error to raise because P has failed: `error` itself if no other node would do better."""
@@ -355,9 +345,8 @@ class Attempt:
             return error
         return NodeLostError(self._prefill, Loss.PREFILLING, error)
 
-    def _pull(self, *, ended: bool) -> None:
-        assert self._prefill is not None and self._session is not None
-        self._session.pull(self._prefill.source, self._num_published_blocks, ended=ended)
+    def _supply_by(self, placement: PrefillPlacement, session: DecodeSession) -> Supply:
+        return Supply(placement, session, self._decode.node.links.begin(placement.source, self.decode_node))
 
     def _rungs(self) -> dict[str, Rung]:
         rungs: dict[str, Rung] = {}

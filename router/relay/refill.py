@@ -2,26 +2,22 @@
 first prefill node, and no other node has them.
 
 The same tokens make the same blocks, so D fetches them under the same names. The first token is one that the client
-already has; it is ignored. Invariant: once a refill is closed, its stream is over and its lease released. Nothing here
-waits.
+already has; it is ignored. Invariant: once a refill is closed, so is its supply. Nothing here waits.
 """
 
 import logging
 from dataclasses import replace
 
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
-from router.nodes.links import Delivery
-from router.relay.charge import Charge
-from router.relay.decode_client import DecodeSession
 from router.relay.prefill_client import (
     PrefillEnded,
     PrefillEvent,
     PrefillFinished,
     PrefillProgress,
-    PrefillSession,
     Sink,
 )
 from router.relay.resolved_placement import PrefillPlacement
+from router.relay.supply import Supply
 from router.relay.tally import Tally
 from router.request import NodeRequest
 
@@ -29,16 +25,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Refill:
-    """One refill: the owner calls `open`, then `take` with each event that the sink is given, then `close`. `session`
-    is that of D, and `delivery` that of the blocks to it. `over`: the node will announce no more blocks."""
+    """One refill: the owner calls `open`, then `take` with each event that the sink is given, then `close`. `supply` is
+    that of the node of `placement`. `over`: the node will announce no more blocks."""
 
     def __init__(
         self,
         node_request: NodeRequest,
         wire_id: str,
         placement: PrefillPlacement,
-        session: DecodeSession,
-        delivery: Delivery,
+        supply: Supply,
         tally: Tally,
     ) -> None:
         self.over = False
@@ -48,31 +43,21 @@ class Refill:
         )
         self._wire_id = wire_id
         self._placement = placement
-        self._session = session
-        self._delivery = delivery
+        self._supply = supply
         self._tally = tally
-        self._prefilling: PrefillSession | None = None
-        self._num_published_blocks = 0
-        self._charge = Charge(placement)
         self._has_finished = False
         self._is_enough = False
 
     def open(self, sink: Sink, *, timeout: float) -> None:
-        placement = self._placement
-        self._charge.begin()
-        self._prefilling = placement.client.prefill(
-            self._wire_id, self._node_request, placement.sources, timeout=timeout, sink=sink
-        )
+        self._supply.open(self._wire_id, self._node_request, timeout=timeout, sink=sink)
 
     def take(self, event: PrefillEvent) -> None:
         match event:
             case PrefillProgress(num_published_blocks):
-                self._num_published_blocks = num_published_blocks
-                self._pull(ended=False)
+                self._supply.published(num_published_blocks)
             case PrefillFinished():
                 self._has_finished = True
-                self._charge.end()
-                self._placement.node.outlier.succeeded()
+                self._supply.computed()
                 self._tally.refilled(
                     self._node_request,
                     num_cached_tokens=event.num_cached_tokens,
@@ -82,21 +67,19 @@ class Refill:
                     self.close()
             case PrefillEnded(error):
                 if error is not None:
-                    self._placement.node.failed(error)
                     _logger.warning("request %s: the prefill node failed: %s", self._wire_id, error)
                 self.over = True
-                self._charge.end()
-                self._pull(ended=True)
+                self._supply.ended(error)
 
     @property
     def _has_published_all(self) -> bool:
-        return self._num_published_blocks >= self._tally.num_blocks(len(self._node_request.token_ids))
+        return self._supply.num_published_blocks >= self._tally.num_blocks(len(self._node_request.token_ids))
 
     def enough(self, fetches: FetchReport, *, lacks_blocks: bool) -> None:
         """Closes the refill because D, which has fetched these blocks and `lacks_blocks` or not, needs no more, unless
         the node has published everything. Then it is about to finish, and its last event says how many tokens it has
         computed. If the request ends before that event, `close` counts the tokens that were expected."""
-        self._delivery.settle(fetches, lacks_blocks=lacks_blocks and self._num_published_blocks > 0)
+        self._supply.settle(fetches, lacks_blocks=lacks_blocks and self._supply.num_published_blocks > 0)
         self._is_enough = True
         if self._has_finished or not self._has_published_all:
             self.close()
@@ -104,15 +87,8 @@ class Refill:
     def close(self) -> None:
         """Ends the prefill. Must be called however the attempt ends. Idempotent."""
         self.over = True
-        self._delivery.close()
-        self._charge.end()
+        self._supply.close()
         if self._is_enough and self._has_published_all and not self._has_finished:
             self._has_finished = True
             num_found_tokens = len(self._node_request.token_ids) - self._placement.num_uncached_tokens
             self._tally.refilled(self._node_request, num_cached_tokens=num_found_tokens, fetches=NOTHING_FETCHED)
-        if self._prefilling is not None:
-            self._prefilling.close()
-
-    def _pull(self, *, ended: bool) -> None:
-        if not self._is_enough:
-            self._session.pull(self._placement.source, self._num_published_blocks, ended=ended)
