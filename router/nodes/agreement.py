@@ -1,7 +1,7 @@
 """In what a router and its nodes have to agree: everything that two of these processes compare is compared here.
 
-Values only: who is asked, and who has to fit whom, is decided in `registry` and `election`. A router compares; nodes
-know of each other only what a request carries, and verify every block that they fetch.
+Values only: who has to fit whom is decided in `fit` and `election`. A router compares; nodes know of each other only
+what a request carries, and verify every block that they fetch.
 """
 
 from kvrelay.core.connectors import needs_same_host

@@ -32,8 +32,8 @@ from kvrelay.core.rpc_errors import error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.v1 import node_pb2, node_pb2_grpc
-from router.nodes.agreement import difference, misfit
-from router.nodes.election import elect
+from router.nodes.agreement import misfit
+from router.nodes.fit import NodeRefusedError, check_fit
 from router.nodes.kv_index import KVIndex
 from router.nodes.links import Links
 from router.nodes.node import NodeHandle, NodeState
@@ -42,10 +42,6 @@ from router.nodes.silence import Silence
 from router.request import ServedModel
 
 _logger = logging.getLogger(__name__)
-
-
-class NodeRefusedError(ConfigurationError):
-    """A node does not fit the others; the message says in what."""
 
 
 class Registry:
@@ -191,45 +187,8 @@ class Registry:
             node.outages, node.links = Outages(self.clock.now), Links(self.clock, self._random)
         for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
-        self._check(node)
+        check_fit(node, self.nodes, now=self.clock.now())
         _logger.info("%s node %s is connected", node.role.value, node.name)  # live when its first load has come
-
-    def _check(self, node: NodeHandle) -> None:
-        """Checks a node, as it was last described, against those that are live or, if there are none, against the
-        elected one. Raises NodeRefusedError if it does not fit."""
-        description = node.description
-        assert description is not None
-        if node.misfit is not None:
-            raise NodeRefusedError(node.misfit)
-        for other in self._rivals(node):
-            assert other.description is not None
-            if other.description.source.node_id == description.source.node_id:
-                raise NodeRefusedError(f"node_id {description.source.node_id!r} is that of {other.address} already")
-        live = [other for other in self.nodes if other is not node and other.state is NodeState.LIVE]
-        for other in live:
-            assert other.description is not None
-            if found := difference(description, other.description):
-                raise NodeRefusedError(f"{found} (as {other.name} has it, which is live)")
-        if live:
-            return
-        elected = elect(self.nodes, now=self.clock.now())
-        if elected is None or elected.node is node:
-            return
-        assert elected.node.description is not None
-        if found := difference(description, elected.node.description):
-            raise NodeRefusedError(f"{found} (as {elected.node.name} has it; {elected.why})")
-
-    def _rivals(self, node: NodeHandle) -> list[NodeHandle]:
-        """Returns the nodes that keep their id if `node` has the same one: those that are live or draining, and those
-        that still connect and are listed before it."""
-        before = self.nodes[: self.nodes.index(node)]
-        return [
-            other
-            for other in self.nodes
-            if other is not node
-            and other.description is not None
-            and (other.is_watched or (other.state is NodeState.CONNECTING and other in before))
-        ]
 
     def _belongs_to_another(self, node: NodeHandle, node_id: str) -> bool:
         """Tells whether what the index says of `node_id` is of another node than this one, which was refused for having
@@ -268,7 +227,8 @@ class Registry:
         if message.epoch != source.epoch:
             raise UnavailableError(f"it was restarted: epoch {message.epoch:#x} after {source.epoch:#x}")
         if not node.is_watched:
-            self._check(node)  # another node may have become live since this one was described
+            # Another node may have become live since this one was described.
+            check_fit(node, self.nodes, now=self.clock.now())
         if message.reset:
             self._forget_blocks(source.node_id)  # if the stream breaks within the snapshot, it is asked for again
         self.index.removed(source.node_id, [BlockHash(name) for name in message.removed])

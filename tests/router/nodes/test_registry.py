@@ -10,7 +10,7 @@ from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
 from kvrelay.core.node_report import PROTOCOL, NodeRole
 from kvrelay.v1 import node_pb2
-from router.nodes import registry as registry_module
+from router.nodes import fit
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.registry import Registry
@@ -214,7 +214,7 @@ async def test_no_election_is_held_for_a_node_that_joins_live_ones(monkeypatch: 
     async with registered(decode, late=late) as registry:
         await until(lambda: registry.decode[0].state is NodeState.LIVE)
         held: list[float] = []
-        monkeypatch.setattr(registry_module, "elect", lambda nodes, now: held.append(now))
+        monkeypatch.setattr(fit, "elect", lambda nodes, now: held.append(now))
         await late.start()
         await until(lambda: registry.decode[1].state is NodeState.LIVE)
         assert not held
