@@ -40,34 +40,9 @@ async def read_json_body(request: Request, max_bytes: int, share: BodyShare, *, 
     JSON, 413 if it is larger than `max_bytes`, and 408 if it takes longer than `seconds` and what its bytes add to
     them; OverloadedError instead if it waits for room by then. Raises CancelledByPeerError if the client disconnects
     before its end, and UnavailableError if the server stops."""
-    # A web page may send a body of no type to any address, without asking. Other clients may leave the type out.
-    default = "of no type" if "origin" in request.headers else "application/json"
-    content_type = request.headers.get("content-type", default).partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        raise HTTPException(415, f"the body must be application/json, not {content_type[:100]}")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise HTTPException(415, f"the body must not be compressed: send it without content-encoding {encoding[:100]}")
-    body = bytearray()
-    chunks = aiter(request.stream())
-    due = asyncio.get_running_loop().time() + seconds
+    _check_content(request)
     try:
-        if int(request.headers.get("content-length", 0)) > max_bytes:
-            if request.headers.get("expect", "").lower() != "100-continue":  # such a client waits with the body
-                await _drain(chunks)
-            raise _too_large(max_bytes)
-        async with asyncio.timeout_at(due) as deadline:
-            async for chunk in chunks:
-                if len(body) + len(chunk) > max_bytes:
-                    body.clear()
-                    share.give_back()
-                    deadline.reschedule(None)  # draining has a limit of its own
-                    await _drain(chunks)
-                    raise _too_large(max_bytes)
-                body += chunk
-                deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
-                await share.hold(len(body))
-        await share.whole()
+        return await _read_bounded(request, max_bytes, share, seconds)
     except ClientDisconnect:
         raise CancelledByPeerError("the client disconnected while sending") from None
     except asyncio.CancelledError:  # by the server that stops, which would log it as a failure and answer a plain 500
@@ -78,6 +53,42 @@ async def read_json_body(request: Request, max_bytes: int, share: BodyShare, *, 
         more = f"and another second for each {BODY_BYTES_PER_SECOND} bytes of it"
         message = f"the body did not arrive within {seconds:g} s, {more}: send it faster, or a smaller one"
         raise HTTPException(408, message, headers={"connection": "close"}) from None
+
+
+def _check_content(request: Request) -> None:
+    """Raises HTTPException 415 if the body is not plain JSON."""
+    # A web page may send a body of no type to any address, without asking. Other clients may leave the type out.
+    default = "of no type" if "origin" in request.headers else "application/json"
+    content_type = request.headers.get("content-type", default).partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise HTTPException(415, f"the body must be application/json, not {content_type[:100]}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise HTTPException(415, f"the body must not be compressed: send it without content-encoding {encoding[:100]}")
+
+
+async def _read_bounded(request: Request, max_bytes: int, share: BodyShare, seconds: float) -> bytes:
+    """Reads the body. Raises HTTPException 413 if it is too large, after the client was given time to send it all, and
+    TimeoutError if it does not come in time."""
+    due = asyncio.get_running_loop().time() + seconds
+    chunks = aiter(request.stream())
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        if request.headers.get("expect", "").lower() != "100-continue":  # such a client waits with the body
+            await _drain(chunks)
+        raise _too_large(max_bytes)
+    body = bytearray()
+    async with asyncio.timeout_at(due) as deadline:
+        async for chunk in chunks:
+            if len(body) + len(chunk) > max_bytes:
+                body.clear()
+                share.give_back()
+                deadline.reschedule(None)  # draining has a limit of its own
+                await _drain(chunks)
+                raise _too_large(max_bytes)
+            body += chunk
+            deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
+            await share.hold(len(body))
+    await share.whole()
     return bytes(body)
 
 
