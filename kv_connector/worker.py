@@ -7,8 +7,9 @@ will not run.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import ParamSpec, Protocol, TypeVar
+
+from kvrelay.core.tasks import uninterrupted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,9 +36,7 @@ class Worker:
             return await asyncio.shield(waiter)
         except asyncio.CancelledError:
             job.cancel()  # takes effect only if it has not started
-            while not waiter.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([waiter])
+            await uninterrupted(asyncio.wait([waiter]))
             raise
 
     def stop(self) -> None:

@@ -21,7 +21,7 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.ucx.auth import check_secret
 from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
-from kv_connector.ucx.transport import Transport, uninterrupted
+from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -30,6 +30,7 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outages import Outages
 from kvrelay.core.source_breakers import SourceBreakers
+from kvrelay.core.tasks import uninterrupted
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104
 _MIN_CONCLUSIVE_TIMEOUT = 1.0  # seconds; running out of less time than that says nothing about the holder

@@ -39,10 +39,11 @@ from kv_connector.ucx.protocol import (
     encode_opening,
     encode_proof,
 )
-from kv_connector.ucx.transport import Link, LinkLostError, Transport, uninterrupted
+from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kv_connector.verdict import Verdict
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.tasks import uninterrupted
 
 LANES = 2  # one Ask is verified while the next one travels
 

@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from ucxx._lib.libucxx import (
 from ucxx.exceptions import UCXError
 
 from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.tasks import uninterrupted
 
 OPTIONS = {
     # Both ends must have the same: UCX does not check that a segment from a peer fits. The default, 8 KiB, is slow.
@@ -282,16 +283,3 @@ class Link:
     def _on_close(self) -> None:
         """Called by UCX while it progresses, after which whoever waits is told."""
         self._lost = True
-
-
-async def uninterrupted(quieting: Coroutine[Any, Any, None]) -> None:
-    """Returns when `quieting` has ended, even when the caller is cancelled, however often; that is raised then."""
-    task = asyncio.ensure_future(quieting)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError

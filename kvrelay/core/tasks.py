@@ -1,8 +1,9 @@
-"""Ending the tasks that a component has started on its event loop, and waiting for the first of several things."""
+"""Ending the tasks that a component has started on its event loop, and waiting: for the first of several things, or for
+one that may not be interrupted."""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 
@@ -26,3 +27,16 @@ async def first_of(*waits: Awaitable[object]) -> int:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+async def uninterrupted(work: Coroutine[Any, Any, object]) -> None:
+    """Returns when `work` has ended, even when the caller is cancelled, however often; that is raised then."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

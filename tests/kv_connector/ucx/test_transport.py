@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kv_connector.ucx import transport as transport_module
-from kv_connector.ucx.transport import Link, LinkLostError, Transport, uninterrupted
+from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.errors import ConfigurationError
 
 TIMEOUT = 10.0
@@ -91,20 +91,3 @@ async def test_a_ucx_that_does_not_start_is_a_matter_of_its_configuration(monkey
     monkeypatch.setenv("UCX_TLS", "no_such_transport")
     with pytest.raises(ConfigurationError, match=r"UCX does not start \(network devices 'lo'\): No such device"):
         Transport("lo")
-
-
-async def test_a_caller_that_may_not_be_interrupted_is_cancelled_afterwards() -> None:
-    is_quiet = asyncio.Event()
-
-    async def quieten() -> None:
-        await is_quiet.wait()
-
-    caller = asyncio.create_task(uninterrupted(quieten()))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        caller.cancel()
-    await asyncio.sleep(0)
-    assert not caller.done()
-    is_quiet.set()
-    await asyncio.wait([caller], timeout=TIMEOUT)
-    assert caller.cancelled()
