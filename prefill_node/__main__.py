@@ -1,24 +1,11 @@
 """`python -m prefill_node MODEL`: one prefill node."""
 
-import sys
-
-from kvrelay.core.extras import ENGINE_MODULES, require_extra
-from kvrelay.core.interruptible import exit_with, interruptible_imports
+from kvrelay.core.interruptible import exit_with
+from kvrelay.node.command import run_node
 
 
 def run() -> int:
-    with interruptible_imports():
-        from kvrelay.core.config import load_settings
-        from kvrelay.node.settings import NodeSettings
-
-    # Before the engine is imported: help, and what is wrong with a setting, do not take seconds.
-    settings = load_settings(NodeSettings, sys.argv[1:], prog="kvrelay prefill")
-    require_extra("engine", ENGINE_MODULES, purpose="a prefill node")
-    with interruptible_imports():
-        from kvrelay.node.process import main
-        from prefill_node.service import PrefillService
-
-    return main("prefill", PrefillService, settings)
+    return run_node("prefill", "prefill_node.service:PrefillService")
 
 
 if __name__ == "__main__":

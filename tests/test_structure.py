@@ -37,11 +37,11 @@ MAY_IMPORT = {
     "kvrelay": {"kvrelay.offline", "kvrelay.core"},
     "router": {"kvrelay", "router.settings", "kvrelay.core", "kvrelay.text", "kvrelay.v1"},
     "prefill_node": {
-        *("kvrelay", "kvrelay.node", "kvrelay.node.settings", "kvrelay.engine"),
+        *("kvrelay", "kvrelay.node", "kvrelay.engine"),
         *("kv_connector", "kvrelay.core", "kvrelay.v1"),
     },
     "decode_node": {
-        *("kvrelay", "kvrelay.node", "kvrelay.node.settings", "kvrelay.engine"),
+        *("kvrelay", "kvrelay.node", "kvrelay.engine"),
         *("kv_connector", "kvrelay.core", "kvrelay.v1"),
     },
     "kv_connector": {"kvrelay.core"},

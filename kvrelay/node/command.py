@@ -1,0 +1,26 @@
+"""The command of a node, `kvrelay prefill` or `kvrelay decode`: it reads the settings, and then imports the engine.
+
+So help, and what is wrong with a setting, do not take seconds.
+"""
+
+import pkgutil
+import sys
+
+from kvrelay.core.extras import ENGINE_MODULES, require_extra
+from kvrelay.core.interruptible import interruptible_imports
+
+
+def run_node(role: str, service: str) -> int:
+    """Runs a node as the arguments say until it is told to stop; returns the exit status. `service` names the class of
+    its service, `module:Class`, which brings the engine with it."""
+    with interruptible_imports():
+        from kvrelay.core.config import load_settings
+        from kvrelay.node.settings import NodeSettings
+
+    settings = load_settings(NodeSettings, sys.argv[1:], prog=f"kvrelay {role}")
+    require_extra("engine", ENGINE_MODULES, purpose=f"a {role} node")
+    with interruptible_imports():
+        from kvrelay.node.process import main
+
+        make_service = pkgutil.resolve_name(service)
+    return main(role, make_service, settings)
