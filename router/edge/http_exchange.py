@@ -120,7 +120,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if not working.done():
             raise CancelledByPeerError("the client disconnected")
         return working.result()
-    except asyncio.CancelledError:  # as above
+    except asyncio.CancelledError:  # by the server that stops, as in `read_json_body`
         raise UnavailableError("the router is stopping") from None
     finally:
         await end_tasks(working, leaving)

@@ -89,7 +89,8 @@ class _WithoutChunks(RequestResponseCycle):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """An HTTP connection that answers 400 and closes when a request exceeds the limit."""
+    """An HTTP connection within these limits. A request that exceeds them is answered with 400, and the connection
+    closed."""
 
     parser: _Parser
 
