@@ -74,13 +74,18 @@ class UnavailableError(KVRelayError):
     """No node can serve this now."""
 
 
+RETRY_DELAY_SECONDS = 1
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """How an error is reported to others. `openai_type` is the `type` field of an OpenAI error body."""
+    """How an error is reported to others. `openai_type` is the `type` field of an OpenAI error body. `may_retry`: the
+    same request may be sent again after `RETRY_DELAY_SECONDS`."""
 
     grpc_code: grpc.StatusCode
     http_status: int
     openai_type: str
+    may_retry: bool = False
 
 
 _STATUS: dict[type[KVRelayError], ErrorStatus] = {
@@ -88,8 +93,8 @@ _STATUS: dict[type[KVRelayError], ErrorStatus] = {
     InvalidRequestError: ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     CancelledByPeerError: ErrorStatus(grpc.StatusCode.CANCELLED, 499, "request_cancelled"),
     DeadlineError: ErrorStatus(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
-    OverloadedError: ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "overloaded_error"),
-    UnavailableError: ErrorStatus(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error"),
+    OverloadedError: ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "overloaded_error", may_retry=True),
+    UnavailableError: ErrorStatus(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error", may_retry=True),
     KVRelayError: ErrorStatus(grpc.StatusCode.INTERNAL, 500, "internal_error"),
 }
 REPORTED_CODES = tuple(status.grpc_code for status in _STATUS.values())

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from kvrelay.core.errors import (
+    RETRY_DELAY_SECONDS,
     CancelledByPeerError,
     ConfigurationError,
     ContextLengthError,
@@ -29,7 +30,6 @@ from kvrelay.core.errors import (
     status_of,
 )
 
-RETRY_DELAY_SECONDS = 1
 ERROR_DOMAIN = "kvrelay"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 512
@@ -63,13 +63,13 @@ def rich_status(error: KVRelayError) -> Any:
     if isinstance(error, InvalidRequestError) and error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, OverloadedError | UnavailableError):
+    status = status_of(error)
+    if status.may_retry:
         details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=RETRY_DELAY_SECONDS)))
     packed = [AnyMessage() for _ in details]
     for slot, detail in zip(packed, details, strict=True):
         slot.Pack(detail)
-    code = status_of(error).grpc_code.value[0]
-    return status_pb2.Status(code=code, message=message, details=packed)
+    return status_pb2.Status(code=status.grpc_code.value[0], message=message, details=packed)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:

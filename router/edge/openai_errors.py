@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.core.errors import (
+    RETRY_DELAY_SECONDS,
     ContextLengthError,
     DeadlineError,
     GivenUpError,
@@ -13,7 +14,6 @@ from kvrelay.core.errors import (
     UnknownModelError,
     status_of,
 )
-from kvrelay.core.rpc_errors import RETRY_DELAY_SECONDS
 from router.edge.openai_format import Json
 
 # OpenAI's own codes, by which clients recognise a wrong name, and a conversation that they have to shorten.
@@ -51,10 +51,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _error_response(error: KVRelayError) -> Response:
-    status = status_of(error).http_status
-    headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status in (429, 503) else {}
-    if status == 503:
+    status = status_of(error)
+    headers = {"retry-after": str(RETRY_DELAY_SECONDS)} if status.may_retry else {}
+    if status.http_status == 503:
         headers["connection"] = "close"  # so that the next try may reach another router
     if isinstance(error, DeadlineError | GivenUpError):
         headers["x-should-retry"] = "false"  # for OpenAI's clients, which would ask twice more
-    return JSONResponse(error_body(error), status_code=status, headers=headers)
+    return JSONResponse(error_body(error), status_code=status.http_status, headers=headers)
