@@ -3,16 +3,21 @@
 So help, and what is wrong with a setting, do not take seconds.
 """
 
-import pkgutil
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvrelay.core.extras import ENGINE_MODULES, require_extra
 from kvrelay.core.interruptible import interruptible_imports
 
+if TYPE_CHECKING:
+    from kvrelay.node.node import Node
+    from kvrelay.node.server import Service
 
-def run_node(role: str, service: str) -> int:
-    """Runs a node as the arguments say until it is told to stop; returns the exit status. `service` names the class of
-    its service, `module:Class`, which brings the engine with it."""
+
+def run_node(role: str, import_service: "Callable[[], Callable[[Node], Service]]") -> int:
+    """Runs a node as the arguments say until it is told to stop; returns the exit status. `import_service` imports the
+    class of its service, which brings the engine with it, and returns it."""
     with interruptible_imports():
         from kvrelay.core.config import load_settings
         from kvrelay.node.settings import NodeSettings
@@ -22,5 +27,5 @@ def run_node(role: str, service: str) -> int:
     with interruptible_imports():
         from kvrelay.node.process import main
 
-        make_service = pkgutil.resolve_name(service)
+        make_service = import_service()
     return main(role, make_service, settings)
