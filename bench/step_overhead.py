@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -84,16 +84,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--prompt-len", type=positive, default=128, help="prompt tokens of every sequence (default: 128)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy (default: 0)")
+    parser.add_argument("--top-k", type=int, default=0, help="of sampling; 0 is off (default: 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of sampling; 1 is off (default: 1)")
+    parser.add_argument(
+        "--logprobs", type=int, help="log-probabilities of so many likely tokens beside each (default: none)"
+    )
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--json-file", type=Path, help="also write the table here, as JSON")
     arguments = parser.parse_args(argv)
     found: list[Measurement] = []
     try:
+        sampling = SamplingParams(
+            ignore_eos=True,
+            seed=0,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            logprobs=arguments.logprobs,
+        )
         for model in arguments.models:
             prepared = prepare_engine(EngineOptions(model=model, threads=arguments.threads))
             _check(parser, prepared, arguments)
+            sampling.validate(vocab_size=prepared.loaded.config.vocab_size)
             for batch in arguments.batch:
-                found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len, arguments.temperature))
+                found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len, sampling))
     except KVRelayError as error:
         sys.exit(f"bench.step_overhead: {error}")
     print(python_speed())
@@ -113,12 +127,13 @@ def _check(parser: argparse.ArgumentParser, prepared: PreparedEngine, arguments:
         parser.error(f"--prompt-len and --steps: with {model} they add up to at most {room}")
 
 
-def _measure(prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: int, temperature: float) -> Measurement:
+def _measure(
+    prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: int, sampling: SamplingParams
+) -> Measurement:
     kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
     engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
     stopwatch = Stopwatch()
-    max_tokens = prepared.size.max_model_len - prompt_len
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=0)
+    sampling = replace(sampling, max_tokens=prepared.size.max_model_len - prompt_len)
     for index in range(batch):
         prompt = tuple((7919 * index + 31 * position) % 256 for position in range(prompt_len))
         engine.add(EngineRequest(str(index), prompt, sampling))

@@ -74,7 +74,9 @@ def test_decode_step(capsys: Capture) -> None:
 
 def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "steps.json"
-    step_overhead.main([tiny, "--batch", "1", "3", "--steps", "2", "--prompt-len", "8", "--json-file", str(path)])
+    sampling = ["--temperature", "1", "--top-k", "9", "--top-p", "0.9", "--logprobs", "2"]
+    short = ["--steps", "2", "--prompt-len", "8"]
+    step_overhead.main([tiny, "--batch", "1", "3", *short, *sampling, "--json-file", str(path)])
     shown = capsys.readouterr().out
     check(shown, "Python here and now: ", "| model | batch | schedule ms |", "| tiny | 1 |", "| tiny | 3 |")
     for row in json.loads(path.read_text()):
@@ -197,6 +199,11 @@ def test_arguments_that_can_not_be_are_explained(
 def test_a_directory_without_a_model_is_told(main: Callable[[Sequence[str]], None], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=rf"^bench\.\w+_\w+: .*{tmp_path}"):
         main([str(tmp_path)])
+
+
+def test_sampling_that_can_not_be_is_explained(tiny: str) -> None:
+    with pytest.raises(SystemExit, match="^bench.step_overhead: top_p must be in"):
+        step_overhead.main([tiny, "--top-p", "2"])
 
 
 def test_sequences_that_end_before_all_have_begun_are_no_measurement() -> None:
