@@ -247,7 +247,6 @@ class Sequence:
         sibling.block_table = self.block_table[:]
         sibling.num_named_blocks = self.num_named_blocks
         sibling.prompt_reported = True
-        sibling.state = self.state
         sibling._block_hashes = self._block_hashes.copy()
         sibling._fixed = self._fixed
         sibling._seen = None if self._seen is None else self._seen.copy()
