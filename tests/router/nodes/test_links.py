@@ -105,6 +105,20 @@ def test_a_link_that_breaks_off_after_some_blocks_is_left_alone_but_not_one_whos
     assert case.links.broken() == [P]
 
 
+def test_only_the_first_word_on_a_delivery_counts(case: Case) -> None:
+    left, lost, came = (case.begin() for _ in range(3))
+    case.lose(1)
+    left.close()
+    lost.settle(NOTHING_FETCHED, lacks_blocks=True)
+    for delivery in (left, lost):
+        delivery.settle(NOTHING_FETCHED, lacks_blocks=True)
+    assert case.links.broken() == [], "two have failed"
+    came.settle(CAME, lacks_blocks=False)
+    came.settle(NOTHING_FETCHED, lacks_blocks=True)
+    case.lose(2)
+    assert case.links.broken() == []
+
+
 def test_of_a_node_that_publishes_to_a_store_blocks_come_from_there(case: Case) -> None:
     source = KVSource("p", 1, "")
     for _ in range(3):
