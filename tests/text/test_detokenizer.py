@@ -83,6 +83,15 @@ async def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None
         assert "".join(map(detokenizer.push, token_ids)) + detokenizer.flush() == text
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_so_they_are_where_other_tokens_are_decoded_together(skip: bool) -> None:
+    tokenizer = sentencepiece_like()
+    token_ids = [SPECIAL, 1, *[SPECIAL] * 70, *(5 + byte for byte in "你".encode()), SPECIAL, 2]
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    pieces = [*map(detokenizer.push, token_ids), detokenizer.flush()]
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
 def test_bytes_that_are_no_character_come_before_the_next_text() -> None:
     """The library would decode them all again with each one that follows: thousands of them would take seconds."""
     tokenizer = sentencepiece_like()
@@ -237,6 +246,15 @@ def test_replacement_characters_in_the_output_cost_no_text_behind_them(count: in
     token_ids = [1, *(5 + byte for byte in ("\ufffd" * count).encode()), 3, 1]
     pieces, _ = run(tokenizer, token_ids)
     assert "".join(pieces) == "hello" + "\ufffd" * count + "lo hello"
+
+
+@pytest.mark.parametrize("count", [1, 64, 100])
+@pytest.mark.parametrize("num_words", [1, 64, 65])
+def test_replacement_characters_that_are_tokens_are_text_like_any_other(num_words: int, count: int) -> None:
+    tokenizer = sentencepiece_like(byte_fallback=False)
+    token_ids = [*[1] * num_words, *[5] * count, 3, 1]
+    pieces, _ = run(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(

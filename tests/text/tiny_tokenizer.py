@@ -41,12 +41,14 @@ def backend_tokenizer() -> BackendTokenizer:
     return tokenizer
 
 
-def sentencepiece_like() -> Tokenizer:
+def sentencepiece_like(*, byte_fallback: bool = True) -> Tokenizer:
     """Makes a tokenizer with the decoder of Llama 2: spaces are U+2581, unknown characters are byte tokens, and the
-    first space is dropped. `</s>` is the last token."""
-    pieces = ["<unk>", "\u2581hello", "\u2581world", "lo", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
+    first space is dropped. Without `byte_fallback`, U+FFFD is the only one of those that it knows. `</s>` is the last
+    token."""
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else ["\ufffd"]
+    pieces = ["<unk>", "\u2581hello", "\u2581world", "lo", "\u2581", *fallback]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = BackendTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer = BackendTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=byte_fallback))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
