@@ -17,7 +17,6 @@ from kv_connector.ucx import transport as transport_module
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS
 from kv_connector.ucx.protocol import OPENING_BYTES, PROOF_BYTES, encode_opening
-from kv_connector.ucx.reader import Peer
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
@@ -36,6 +35,7 @@ from tests.kv_connector.backends import (
 )
 from tests.kv_connector.owner_process import OwnerProcess
 from tests.kv_connector.ucx.owner import LARGE_LAYOUT, NUM_BLOCKS
+from tests.kv_connector.ucx.peers import peers_of
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 from tests.manual_clock import ManualClock
 
@@ -216,6 +216,9 @@ async def test_a_holder_that_can_not_prove_itself_is_not_believed(peer: Node) ->
     result = await asyncio.wait_for(fetch, 10)  # at once: it is asked for nothing
     assert set(result) == {FAILED} and is_clear(peer)
     await asyncio.gather(*tasks)
+    async with asyncio.timeout(10):
+        while any(link.alive for link in links):  # a connection that is not believed is not kept either
+            await asyncio.sleep(0)
     del listener
     for link in links:
         await link.close()
@@ -259,10 +262,12 @@ async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> 
     stale = KVSource("holder", EPOCH - 1, holder.source.endpoint)
     assert set(await reader.connector.fetch(stale, blocks(9), timeout=10)) == {REFUSED}
     assert reader.first_stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
+    lanes = list(peers_of(reader)[0]._idle)
     assert set(await reader.connector.fetch(holder.source, blocks(9), timeout=10)) == {FETCHED}
     assert isinstance(holder.connector, UcxConnector)
     side = holder.connector._require().holder
-    assert (len(side._tasks), side._strangers) == (1, 0), "the connection is the same, and proven"
+    assert peers_of(reader)[0]._idle == lanes, "the connection is the same"
+    assert (len(side._tasks), side._strangers) == (1, 0), "and proven"
     await reader.connector.close()
 
 
@@ -318,29 +323,6 @@ async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
     assert done == ["small", "large"]
     assert uses_all_lanes
     await reader.connector.close()
-
-
-def peers_of(reader: Node) -> list[Peer]:
-    assert isinstance(reader.connector, UcxConnector)
-    return list(reader.connector._require().peers.values())
-
-
-async def test_peers_without_a_connection_are_closed(peer: Node) -> None:
-    for turn in range(3):
-        holder = node(f"holder-{turn}", num_blocks=2)
-        await write_and_publish(holder, blocks(2))
-        assert set(await peer.connector.fetch(holder.source, blocks(2), timeout=10)) == {FETCHED}
-        await holder.connector.close()
-        assert set(await peer.connector.fetch(holder.source, blocks(2), timeout=10)) == {FAILED}
-    assert len(peers_of(peer)) == 1
-
-
-async def test_a_peer_that_is_being_reached_is_not_taken_for_one_without_a_connection(peer: Node) -> None:
-    holders = [node(f"holder-{index}", num_blocks=1) for index in range(2)]
-    await asyncio.gather(*(peer.connector.fetch(holder.source, blocks(1), timeout=10) for holder in holders))
-    assert len(peers_of(peer)) == 2
-    for holder in holders:
-        await holder.connector.close()
 
 
 async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> None:

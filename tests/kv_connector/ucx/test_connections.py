@@ -1,0 +1,63 @@
+"""The connections of a reader over UCX: they are kept while they are of use, and no longer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kv_connector.base import FetchOutcome
+from kv_connector.settings import UcxSettings
+from kv_connector.ucx.connector import UcxConnector
+from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.ucx.peers import peers_of
+
+FETCHED, FAILED = FetchOutcome.FETCHED, FetchOutcome.FAILED
+NUM_BLOCKS = 200  # more than one connection is asked for
+
+
+def node(node_id: str, *, num_blocks: int) -> Node:
+    return Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), node_id, num_blocks, LAYOUT, EPOCH)
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[Node]:
+    made = node("reader", num_blocks=NUM_BLOCKS)
+    yield made
+    await made.connector.close()
+
+
+async def test_a_connection_that_is_lost_while_another_is_not_is_replaced(reader: Node) -> None:
+    """The holder drops one that is used for large fetches only when there was none for long."""
+    holder = node("holder", num_blocks=NUM_BLOCKS)
+    await write_and_publish(holder, blocks(NUM_BLOCKS))
+    assert set(await reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10)) == {FETCHED}
+    [peer] = peers_of(reader)
+    lanes = list(peer._idle)
+    assert len(lanes) == 2 and isinstance(holder.connector, UcxConnector)
+    next(iter(holder.connector._require().holder._tasks)).cancel()
+    async with asyncio.timeout(10):
+        while all(lane.link.alive for lane in lanes):
+            await asyncio.sleep(0)
+    [lost] = (lane.link for lane in lanes if not lane.link.alive)
+    assert set(await reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10)) == {FETCHED}
+    assert peers_of(reader) == [peer] and len(peer._idle) == 2
+    assert lost._endpoint is None, "it was closed"
+    await holder.connector.close()
+
+
+async def test_peers_without_a_connection_are_closed(reader: Node) -> None:
+    for turn in range(3):
+        holder = node(f"holder-{turn}", num_blocks=2)
+        await write_and_publish(holder, blocks(2))
+        assert set(await reader.connector.fetch(holder.source, blocks(2), timeout=10)) == {FETCHED}
+        await holder.connector.close()
+        assert set(await reader.connector.fetch(holder.source, blocks(2), timeout=10)) == {FAILED}
+    assert len(peers_of(reader)) == 1
+
+
+async def test_a_peer_that_is_being_reached_is_not_taken_for_one_without_a_connection(reader: Node) -> None:
+    holders = [node(f"holder-{index}", num_blocks=1) for index in range(2)]
+    await asyncio.gather(*(reader.connector.fetch(holder.source, blocks(1), timeout=10) for holder in holders))
+    assert len(peers_of(reader)) == 2
+    for holder in holders:
+        await holder.connector.close()
