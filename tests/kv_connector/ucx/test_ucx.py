@@ -252,7 +252,8 @@ async def test_an_address_without_a_holder_fails_every_block(peer: Node) -> None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{free.getsockname()[1]}"
-    for endpoint in (closed, "", "nonsense", "127.0.0.1:0", "no-such-host.invalid:7", "a..b:7", f"{'x' * 64}:7"):
+    nowhere = ("", "nonsense", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:x", "no-such-host.invalid:7", "a..b:7")
+    for endpoint in (closed, *nowhere, f"{'x' * 64}:7"):
         result = await asyncio.wait_for(peer.connector.fetch(KVSource("x", 1, endpoint), blocks(2), timeout=5), 20)
         assert set(result) == {FAILED}
 
