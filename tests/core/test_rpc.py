@@ -248,6 +248,22 @@ def test_details_that_are_not_ours_do_not_hide_the_code(details: bytes) -> None:
     assert str(found) == "UNAVAILABLE"
 
 
+async def test_an_error_without_a_reason_of_its_own_comes_back_as_what_it_is_a_kind_of() -> None:
+    class LostError(KVError):
+        pass
+
+    rpc_error, restored = await raised_by_generate(LostError("gone"))
+    assert (rpc_error.code(), type(restored), str(restored)) == (grpc.StatusCode.INTERNAL, KVError, "gone")
+
+
+def test_details_behind_other_metadata_are_found() -> None:
+    """A service may send some of its own."""
+    encoded: bytes = rich_status(GivenUpError("nodes ended")).SerializeToString()
+    trailing = grpc.aio.Metadata(("request-bin", b"r"), (DETAILS_KEY, encoded))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), trailing, details="nodes ended")
+    assert type(error_from_rpc(error)) is GivenUpError
+
+
 async def test_a_connection_may_take_longer_than_the_wait_for_the_next() -> None:
     """Otherwise no process is reached over a slow network, or on a host that is busy."""
     arrived, given_up = asyncio.Event(), asyncio.Event()
@@ -274,6 +290,12 @@ def test_grpc_knows_every_option_by_its_name() -> None:
     library = Path(str(import_module("grpc._cython.cygrpc").__file__)).read_bytes()
     for name, _ in channel_options() + server_options():
         assert f"{name}\0".encode() in library, name
+
+
+def test_a_server_allows_as_many_pings_as_a_channel_sends() -> None:
+    """After two that come too early it closes the connection, and all calls on it."""
+    client, server = dict(channel_options()), dict(server_options())
+    assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
 
 
 async def test_calls_that_arrive_while_the_loop_is_busy_are_all_answered() -> None:
