@@ -1,13 +1,17 @@
-"""The connections of a reader over UCX: they are kept while they are of use, and no longer."""
+"""The connections of a reader over UCX: they are kept while they are of use, and no longer; what comes over one says
+nothing of what comes over another."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
 from kv_connector.base import FetchOutcome
+from kv_connector.header import BlockHeader
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
+from kv_connector.ucx.protocol import MAX_ASK_BLOCKS, Entry, Status
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
 from tests.kv_connector.ucx.peers import peers_of
 
@@ -42,6 +46,25 @@ async def test_a_connection_that_is_lost_while_another_is_not_is_replaced(reader
     assert set(await reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10)) == {FETCHED}
     assert peers_of(reader) == [peer] and len(peer._idle) == 2
     assert lost._endpoint is None, "it was closed"
+    await holder.connector.close()
+
+
+async def test_a_part_of_a_fetch_that_fails_says_nothing_of_the_next_one(
+    reader: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = node("holder", num_blocks=NUM_BLOCKS)
+    await write_and_publish(holder, blocks(NUM_BLOCKS))
+    assert isinstance(holder.connector, UcxConnector)
+    side = holder.connector._require().holder
+    conclude = side._conclude
+
+    def deny_the_first_part(chosen: tuple[int, BlockHeader] | None) -> Entry:
+        assert chosen is not None
+        return conclude(chosen) if chosen[0] >= MAX_ASK_BLOCKS else Entry(cast(Status, 99))
+
+    monkeypatch.setattr(side, "_conclude", deny_the_first_part)
+    result = await reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10)
+    assert result == (FAILED,) * MAX_ASK_BLOCKS + (FETCHED,) * (NUM_BLOCKS - MAX_ASK_BLOCKS)
     await holder.connector.close()
 
 
