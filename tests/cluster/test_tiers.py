@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import redis
 
-from kv_connector.base import HostConnector
+from kv_connector.base import FetchOutcome, HostConnector
 from kv_connector.tiered import TieredConnector
+from kvrelay.core.block_hash import block_hashes
+from kvrelay.core.kv_source import KVSource
+from kvrelay.core.named_block import NamedBlock
 from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
 from router.nodes.links import Links
@@ -26,6 +29,7 @@ from tests.redis_server import RedisServer
 
 PROMPT = prompt_of(100)
 NUM_BLOCKS = 7
+BLOCK_SIZE = 16
 
 
 def tiers(node: Node) -> TieredConnector[HostConnector]:
@@ -72,6 +76,24 @@ async def test_hits_that_redis_has_lost_are_offered_again(
             assert len(client.keys("kvrelay:*")) >= NUM_BLOCKS, "and so could another node"
         assert again.how.num_transferred_blocks == NUM_BLOCKS
         assert first.tokens == again.tokens == {0: reference.generate(PROMPT, 8)}
+
+
+async def test_what_a_node_has_evicted_is_missing_to_others(model: Path) -> None:
+    """It would be fetched in vain as soon as something else is in its place. Nor does a node count as another one."""
+    async with cluster(model) as running:
+        prefill, decode = running.node("prefill-0"), running.node("decode-0")
+        assert prefill.identity.epoch != decode.identity.epoch
+        await running.generate(PROMPT, max_tokens=8)
+        await forget(running)
+        names = list(block_hashes(prefill.identity.kv_namespace.root(), PROMPT, BLOCK_SIZE))
+        block_ids = await decode.engine_thread.call(lambda engine: engine.pool.allocate(len(names)))
+        assert block_ids is not None
+        wanted = [NamedBlock(*named, BLOCK_SIZE) for named in zip(block_ids, names, strict=True)]
+        source = KVSource(prefill.identity.node_id, prefill.identity.epoch, prefill.connector.endpoint)
+        assert set(await decode.connector.fetch(source, wanted, timeout=10)) == {FetchOutcome.FETCHED}
+        await prefill.engine_thread.call(_evict_all)
+        assert set(await decode.connector.fetch(source, wanted, timeout=10)) == {FetchOutcome.MISSING}
+        await decode.engine_thread.call(lambda engine: engine.pool.release(block_ids))
 
 
 async def test_redis_serves_where_shared_memory_does_not_reach(
