@@ -6,10 +6,11 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
-from tests.text.tiny_tokenizer import sentencepiece_like
+from tests.text.tiny_tokenizer import backend_tokenizer, sentencepiece_like
 
 SPECIAL = 5 + 256  # of `sentencepiece_like`
 TEXTS = [
@@ -83,8 +84,18 @@ async def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None
         assert "".join(map(detokenizer.push, token_ids)) + detokenizer.flush() == text
 
 
+async def test_added_tokens_that_are_not_special_are_text() -> None:
+    """With characters, too, that stand for no byte."""
+    backend, added = backend_tokenizer(), ["<think>", "<\uff5ctool\uff5c>"]
+    backend.add_tokens(added)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))  # type: ignore[no-untyped-call]
+    token_ids = [0, *await tokenizer.encode("hello".join(added), add_special_tokens=False), 1]
+    pieces, _ = run(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True) == "hello".join(added)
+
+
 @pytest.mark.parametrize("skip", [True, False])
-def test_so_they_are_where_other_tokens_are_decoded_together(skip: bool) -> None:
+def test_special_tokens_are_so_where_others_are_decoded_together(skip: bool) -> None:
     tokenizer = sentencepiece_like()
     token_ids = [SPECIAL, 1, *[SPECIAL] * 70, *(5 + byte for byte in "你".encode()), SPECIAL, 2]
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
