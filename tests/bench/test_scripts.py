@@ -202,7 +202,7 @@ def test_a_directory_without_a_model_is_told(main: Callable[[Sequence[str]], Non
 
 
 def test_sampling_that_can_not_be_is_explained(tiny: str) -> None:
-    with pytest.raises(SystemExit, match="^bench.step_overhead: top_p must be in"):
+    with pytest.raises(SystemExit, match=r"^bench\.step_overhead: top_p must be in"):
         step_overhead.main([tiny, "--top-p", "2"])
 
 
