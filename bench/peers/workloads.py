@@ -8,8 +8,8 @@
 | D | 8 streams (64 prompt tokens, 256 output tokens, again and again) while a prompt of 1,500 to 2,000 tokens (16
       output tokens) arrives every 4 seconds, for 60 seconds |
 
-Prompts are random tokens. Decoding is greedy and ignores end tokens where the server can. Equal seeds give equal
-requests; no two workloads share a prompt, nor do two seeds.
+Prompts are random tokens. Decoding is greedy, unless a comparison samples, and ignores end tokens where the server can.
+Equal seeds give equal requests; no two workloads share a prompt, nor do two seeds.
 """
 
 import string
@@ -37,10 +37,10 @@ class Figure:
 
 
 def settings_of(
-    workload: str, server: Server, vocabulary: Mapping[str, object], *, seed: int, scale: float
+    workload: str, server: Server, common: Mapping[str, object], *, seed: int, scale: float
 ) -> BenchSettings:
-    """Returns the load of a workload for `kvrelay bench`. A `scale` below 1 reduces the number of requests or the time,
-    for a first look."""
+    """Returns the load of a workload for `kvrelay bench`, with the settings that all workloads have in `common`. A
+    `scale` below 1 reduces the number of requests or the time, for a first look."""
     shared: dict[str, object] = {
         "url": server.url,
         "model": server.model,
@@ -49,7 +49,7 @@ def settings_of(
         # A and B have segments of the same names: with one seed, B's first prompts would be in the cache after A.
         "seed": seed * len(WORKLOADS) + WORKLOADS.index(workload),
         "progress": "off",
-        **vocabulary,
+        **common,
     }
     return _SETTINGS[workload](shared, scale)
 

@@ -71,11 +71,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Sampling options and timeout, in seconds, of every request of a run."""
+    """Sampling options and timeout, in seconds, of every request of a run. A `top_k` of 0 and a `top_p` of 1 are not
+    sent, since OpenAI's own servers refuse the one, and others have defaults of their own for both."""
 
     temperature: float
     ignore_eos: bool
     timeout: float
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 # Sends one request and fills in its answer until the stream ends; cancelling it ends the request at the server. What

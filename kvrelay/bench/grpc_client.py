@@ -54,6 +54,8 @@ class GrpcClient:
             max_tokens=max_tokens,
             temperature=self._generation.temperature,
             ignore_eos=self._generation.ignore_eos,
+            top_k=self._generation.top_k or None,
+            top_p=self._generation.top_p if self._generation.top_p < 1.0 else None,
         )
         if isinstance(prompt, str):
             request.prompt = prompt

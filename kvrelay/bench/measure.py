@@ -43,7 +43,9 @@ async def measure(settings: BenchSettings) -> tuple[str, list[RunResult]]:
 
 @asynccontextmanager
 async def _client(settings: BenchSettings, clock: Clock) -> AsyncIterator[Client]:
-    generation = Generation(settings.temperature, settings.ignore_eos, settings.timeout)
+    generation = Generation(
+        settings.temperature, settings.ignore_eos, settings.timeout, top_k=settings.top_k, top_p=settings.top_p
+    )
     client: Client
     if settings.is_grpc:
         from kvrelay.bench.grpc_client import GrpcClient

@@ -46,6 +46,10 @@ class OpenAIClient:
         }
         if generation.ignore_eos:
             self._fields["ignore_eos"] = True
+        if generation.top_k > 0:
+            self._fields["top_k"] = generation.top_k
+        if generation.top_p < 1.0:
+            self._fields["top_p"] = generation.top_p
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)

@@ -51,7 +51,7 @@ def compare(ours: StubEngine, peer: StubEngine) -> Comparison:
         peer,
         directory_of=lambda engine: Path(engine.name),
         model=Path("m"),
-        vocabulary=VOCABULARY,
+        common=VOCABULARY,
         workloads=("A",),
         scale=0.2,
     )

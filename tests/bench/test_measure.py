@@ -49,6 +49,13 @@ async def test_every_request_is_recorded_with_its_lengths_and_times(url: str, re
     assert all(routed.sampling.ignore_eos and routed.sampling.temperature == 0 for routed in relay.requests)
 
 
+async def test_sampling_is_asked_for_and_what_is_not_set_is_left_to_the_server(url: str, relay: ScriptedRelay) -> None:
+    await measure(LatencyBenchSettings(url=url, requests=1, warmup=0, temperature=0.5, top_k=9, top_p=0.5, **SMALL))
+    await measure(LatencyBenchSettings(url=url, requests=1, warmup=0, temperature=0.5, **SMALL))
+    asked = [(one.sampling.temperature, one.sampling.top_k, one.sampling.top_p) for one in relay.requests]
+    assert asked == [(0.5, 9, 0.5), (0.5, 0, 1.0)]
+
+
 async def test_the_warm_up_is_sent_but_not_counted(url: str, relay: ScriptedRelay) -> None:
     settings = LatencyBenchSettings(url=url, requests=2, warmup=3, **SMALL)
     _, [result] = await measure(settings)

@@ -96,6 +96,7 @@ def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
         ({"peer": "openvino-genai", "topology": "1P+1D"}, "--topology: with openvino-genai, both engines run in"),
         ({"peer": "openvino-genai", "serve_arguments": "--x"}, "--serve-arguments: with openvino-genai, both"),
         ({"peer": "openvino-genai", "peer_arguments": "--x"}, "--peer-arguments: with openvino-genai, both engines"),
+        ({"peer": "openvino-genai", "top_p": 0.9}, "--top-p: with openvino-genai, both engines decode greedily"),
         ({"serve_arguments": "--model 'x"}, "No closing quotation"),
         ({"peer_arguments": "--model 'x"}, "No closing quotation"),
         ({"json_file": "/nowhere/result.json"}, "this file cannot be written"),

@@ -16,7 +16,7 @@ class Row {
  public:
   Row(const float* logits, std::int64_t vocab_size, SamplingScratch& scratch) : logits_(logits), groups_(logits, vocab_size, 1.0f, scratch) {
     double total = 0.0;
-    for (std::int64_t group = 0; group < groups_.count(); ++group) total += groups_.weigh(group, kAnyDistance).total;
+    for (std::int64_t group = 0; group < groups_.count(); ++group) total += groups_.weigh(group, kFarthest).total;
     log_total_ = std::log(total);
   }
 

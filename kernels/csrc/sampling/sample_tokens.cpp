@@ -14,7 +14,7 @@ namespace {
 
 // The tokens that may be sampled: those nearer than `distance`, and of those at it the ones up to `last_id`.
 struct Limit {
-  float distance = std::numeric_limits<float>::max();  // no token whose logit is -infinity
+  float distance = kFarthest;
   std::int64_t last_id = std::numeric_limits<std::int64_t>::max();
 };
 

@@ -13,7 +13,8 @@
 
 namespace paged {
 
-inline constexpr float kAnyDistance = std::numeric_limits<float>::infinity();
+inline constexpr float kAnyDistance = std::numeric_limits<float>::infinity();  // also that of a logit of -infinity
+inline constexpr float kFarthest = std::numeric_limits<float>::max();  // of other logits
 
 // A token in the order of distances, and of ids among equals: floats that are not negative are in the order of their bits.
 using Token = std::uint64_t;
