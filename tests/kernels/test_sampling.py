@@ -24,13 +24,15 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "peaked": lambda normal: torch.where(normal > 2.5, 15.0 + normal, normal),
     "ties": lambda normal: (2.0 * normal).round() / 2.0,
     "equal": lambda normal: torch.full_like(normal, -3.0),
+    "zeros": lambda normal: 0.0 * normal,  # of both signs
     "excluded": lambda normal: torch.where(normal > 0.5, normal, -math.inf),
 }
 
 
 def make_rows(kind: str, vocab_size: int, count: int) -> list[Tensor]:
     rows = ROWS[kind](torch.randn(count, vocab_size))
-    rows[:, vocab_size // 2] = 1.0  # excluded or not, one is finite
+    if kind == "excluded":
+        rows[:, vocab_size // 2] = 1.0  # one is not
     return list(rows)
 
 

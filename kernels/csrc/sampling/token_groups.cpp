@@ -21,6 +21,7 @@ TokenGroups::TokenGroups(const float* logits, std::int64_t vocab_size, float tem
     nearest[group] = largest_logit(logits + first_id(group), size(group));
     scaled_.largest = std::max(scaled_.largest, nearest[group]);
   }
+  scaled_.largest += 0.0f;  // from -0.0, +0.0 would be at a distance of -0.0
   for (float& one : nearest) {
     const float distance = (scaled_.largest - one) / temperature;
     one = distance >= 0.0f ? distance : kAnyDistance;  // a NaN has no order

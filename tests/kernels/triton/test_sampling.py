@@ -36,8 +36,18 @@ def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
 
 
 def check(logits: Tensor, rows: list[SamplingRow]) -> None:
-    expected = Sampler(EOS).sample(logits, rows)
-    assert sample(logits, rows) == expected
+    found, expected = sample(logits, rows), Sampler(EOS).sample(logits, rows)
+    assert [one.token_id for one in found] == [one.token_id for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        if one.logprobs is None or other.logprobs is None:
+            assert one.logprobs is other.logprobs
+            continue
+        assert one.logprobs.rank == other.logprobs.rank
+        assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-5)
+        assert [token_id for token_id, _ in one.logprobs.top] == [token_id for token_id, _ in other.logprobs.top]
+        assert [value for _, value in one.logprobs.top] == pytest.approx(
+            [value for _, value in other.logprobs.top], abs=1e-5
+        )
 
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
