@@ -3,8 +3,8 @@
     python -m bench.sampling_speed --threads 2
 
 Every round does each of the two once. What is printed is the median over rounds for the whole batch; ratios are medians
-of the rounds' ratios. "flat" are logits of a normal distribution, of which top-p keeps half of the vocabulary; "peaked"
-ones have a few likely tokens among them, as a trained model's have.
+of the rounds' ratios. "flat" are logits of a normal distribution, so that top-p keeps more than a third of the
+vocabulary; "peaked" ones have a few likely tokens among them, as a trained model's have.
 """
 
 import argparse

@@ -34,12 +34,12 @@ GroupWeights weigh_allowed(const TokenGroups& groups, std::int64_t group, const 
   return result;
 }
 
-Limit limit_to_nearest(const TokenGroups& groups, std::int64_t count, const Limit& limit) {
+Limit limit_to_nearest(const TokenGroups& groups, std::int64_t count) {
   std::vector<Token>& tokens = groups.find_nearest(count);
-  if (static_cast<std::int64_t>(tokens.size()) < count) return limit;  // of a row with a NaN
+  if (static_cast<std::int64_t>(tokens.size()) < count) return {};  // of a row with a NaN
   const auto last = tokens.begin() + (count - 1);
   std::nth_element(tokens.begin(), last, tokens.end());
-  return distance_of(*last) < limit.distance ? limit_at(*last) : limit;
+  return distance_of(*last) < kFarthest ? limit_at(*last) : Limit{};
 }
 
 // The last of the nearest tokens whose weights reach `goal` together; the last of all if rounding keeps their sum below it. Of the two
@@ -105,8 +105,8 @@ class WeightByDistance {
 // The nucleus (Holtzman et al., 2020, section 3.1): the nearest tokens whose weights reach `top_p` of those within the limit. Only the tokens
 // of the bucket in which it ends are put into order. The total is 1 or more, so that tokens whose weight is below (1 - top_p) / vocab_size
 // are never needed.
-Limit limit_to_nucleus(const TokenGroups& groups, std::int64_t vocab_size, double top_p, const Limit& limit, std::vector<Token>& tokens) {
-  WeightByDistance weights(static_cast<float>(std::log(static_cast<double>(vocab_size) / (1.0 - top_p)) + 0.01));
+Limit limit_to_nucleus(const TokenGroups& groups, double top_p, const Limit& limit, std::vector<Token>& tokens) {
+  WeightByDistance weights(static_cast<float>(std::log(static_cast<double>(groups.vocab_size()) / (1.0 - top_p)) + 0.01));
   double total = 0.0;
   for (std::int64_t group = 0; group < groups.count(); ++group) {
     if (groups.nearest(group) > limit.distance) continue;
@@ -129,10 +129,10 @@ Limit limit_to_nucleus(const TokenGroups& groups, std::int64_t vocab_size, doubl
   return tokens.empty() ? limit : limit_at(last_to_reach(tokens, goal));
 }
 
-Limit find_limit(const SampledRow& row, const TokenGroups& groups, std::int64_t vocab_size, std::vector<Token>& tokens) {
+Limit find_limit(const SampledRow& row, const TokenGroups& groups, std::vector<Token>& tokens) {
   Limit limit;
-  if (row.top_k > 0 && row.top_k < vocab_size) limit = limit_to_nearest(groups, row.top_k, limit);
-  if (row.top_p < 1.0) limit = limit_to_nucleus(groups, vocab_size, row.top_p, limit, tokens);
+  if (row.top_k > 0 && row.top_k < groups.vocab_size()) limit = limit_to_nearest(groups, row.top_k);
+  if (row.top_p < 1.0) limit = limit_to_nucleus(groups, row.top_p, limit, tokens);
   if (row.farthest < limit.distance) limit = {row.farthest, std::numeric_limits<std::int64_t>::max()};
   return limit;
 }
@@ -161,7 +161,7 @@ std::int64_t draw_index(const Draw& draw, RandomStream stream, std::int64_t firs
 // Draws a group by the weight of its tokens, and one of them by theirs.
 std::int64_t sample(const SampledRow& row, std::int64_t vocab_size, SamplingScratch& scratch) {
   const TokenGroups groups(row.logits, vocab_size, row.temperature, scratch);
-  const Limit limit = find_limit(row, groups, vocab_size, scratch.tokens);
+  const Limit limit = find_limit(row, groups, scratch.tokens);
   scratch.totals.assign(static_cast<std::size_t>(groups.count()), 0.0f);
   for (std::int64_t group = 0; group < groups.count(); ++group) {
     if (groups.nearest(group) <= limit.distance) scratch.totals[group] = weigh_allowed(groups, group, limit).total;

@@ -47,6 +47,7 @@ class TokenGroups {
  public:
   TokenGroups(const float* logits, std::int64_t vocab_size, float temperature, SamplingScratch& scratch);
 
+  std::int64_t vocab_size() const { return vocab_size_; }
   float largest_logit() const { return scaled_.largest; }
   std::int64_t count() const { return static_cast<std::int64_t>(scratch_.nearest.size()); }
   std::int64_t first_id(std::int64_t group) const { return group * kTokenGroup; }
