@@ -43,6 +43,9 @@ class GenerateSettings(ClientSettings):
     model: str = Field(default="", description="Name of the model; empty: the only one served.")
     max_tokens: int | None = Field(default=128, gt=0, lt=2**63, description="Most tokens to generate.")
     temperature: float | None = Field(default=None, ge=0, description="0 is greedy; unset: 1.")
+    top_k: int | None = Field(
+        default=None, ge=0, lt=2**63, description="Sample from so many of the likeliest tokens; unset: 0, all of them."
+    )
     top_p: float | None = Field(
         default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass; unset: 1, all of them."
     )
@@ -139,6 +142,7 @@ def _request(settings: GenerateSettings) -> router_pb2.GenerateRequest:
         model=settings.model,
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
+        top_k=settings.top_k,
         top_p=settings.top_p,
         seed=SamplingParams(seed=settings.seed).seed,  # on the wire it has no sign
         stop=settings.stop,

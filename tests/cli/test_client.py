@@ -97,7 +97,12 @@ def test_complete_prints_the_text(running: RunningRouter, capsys: pytest.Capture
     assert capsys.readouterr().out == " one two three\n"
     [request] = running.router.asked
     assert (request.temperature, request.seed, list(request.stop)) == (0.0, 7, ["x", "y"])
-    assert not request.HasField("top_p"), "what is not set is the router's to choose"
+    assert not request.HasField("top_k") and not request.HasField("top_p"), "what is not set is the router's to choose"
+
+
+def test_what_limits_sampling_is_sent(running: RunningRouter) -> None:
+    assert client.complete(["hi", "--url", running.url, "--top-k", "40", "--top-p", "0.9"]) == 0
+    assert [(request.top_k, request.top_p) for request in running.router.asked] == [(40, 0.9)]
 
 
 def test_a_negative_seed_is_the_same_as_over_http(running: RunningRouter) -> None:
