@@ -86,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy (default: 0)")
     parser.add_argument("--top-k", type=int, default=0, help="of sampling; 0 is off (default: 0)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of sampling; 1 is off (default: 1)")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="of sampling; 1 is off (default: 1)")
+    parser.add_argument(
+        "--min-tokens", type=int, default=0, help="tokens before which nothing may end an output (default: 0)"
+    )
     parser.add_argument(
         "--logprobs", type=int, help="log-probabilities of so many likely tokens beside each (default: none)"
     )
@@ -100,12 +104,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             top_p=arguments.top_p,
+            repetition_penalty=arguments.repetition_penalty,
+            min_tokens=arguments.min_tokens,
             logprobs=arguments.logprobs,
         )
         for model in arguments.models:
             prepared = prepare_engine(EngineOptions(model=model, threads=arguments.threads))
             _check(parser, prepared, arguments)
-            sampling.validate(vocab_size=prepared.loaded.config.vocab_size)
             for batch in arguments.batch:
                 found.append(_measure(prepared, batch, arguments.steps, arguments.prompt_len, sampling))
     except KVRelayError as error:
@@ -134,6 +139,7 @@ def _measure(
     engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
     stopwatch = Stopwatch()
     sampling = replace(sampling, max_tokens=prepared.size.max_model_len - prompt_len)
+    sampling.validate(vocab_size=prepared.loaded.config.vocab_size)
     for index in range(batch):
         prompt = tuple((7919 * index + 31 * position) % 256 for position in range(prompt_len))
         engine.add(EngineRequest(str(index), prompt, sampling))

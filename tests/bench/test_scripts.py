@@ -75,6 +75,7 @@ def test_decode_step(capsys: Capture) -> None:
 def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "steps.json"
     sampling = ["--temperature", "1", "--top-k", "9", "--top-p", "0.9", "--logprobs", "2"]
+    sampling += ["--repetition-penalty", "1.1", "--min-tokens", "20"]
     short = ["--steps", "2", "--prompt-len", "8"]
     step_overhead.main([tiny, "--batch", "1", "3", *short, *sampling, "--json-file", str(path)])
     shown = capsys.readouterr().out

@@ -9,7 +9,8 @@ Order of operations for one row:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from kvrelay.core.record import record
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import NO_EDITS, FixedEdits
 from kvrelay.engine.sampling.logprobs import token_logprobs
-from kvrelay.engine.sampling.penalties import adjust, changes_logits
+from kvrelay.engine.sampling.penalties import Logits, adjust, changes_logits
 from kvrelay.engine.sampling.random_bits import Draw
 from kvrelay.engine.sampling.random_choice import choose
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
@@ -59,33 +60,31 @@ class Sampler:
         self.eos_token_ids = tuple(eos_token_ids)
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """Returns one token per row. `logits` is `[len(rows), vocab_size]` float32 on the CPU and is not written to.
+        """Returns one token per row. `logits` is `[len(rows), vocab_size]` float32 on the CPU, and no row shares memory
+        with another: rows are changed for their requests while they are read, and are as before afterwards.
 
         A row with a NaN, an infinity or nothing to choose from gets `NO_TOKEN`, since the model's output cannot be
         trusted then.
         """
-        token_ids = _largest(logits)
-        drawn: dict[int, Tensor] = {}  # adjusted logits by row
-        for index, row in enumerate(rows):
-            changed = changes_logits(row.params, row.num_output_tokens)
-            if token_ids[index] == NO_TOKEN or (row.params.greedy and not changed):
-                continue
-            row_logits = self._adjusted(logits[index], row) if changed else logits[index]
-            if row.params.greedy:
-                token_ids[index] = int(row_logits.numpy().argmax())
-            else:
-                drawn[index] = row_logits
-        if drawn:
-            wanted = [rows[index] for index in drawn]
-            chosen = choose([*drawn.values()], [row.params for row in wanted], [_draw_of(row) for row in wanted])
-            for index, token_id in zip(drawn, chosen, strict=True):
+        values = logits.numpy()
+        token_ids = _largest(values)
+        trusted = [index for index, token_id in enumerate(token_ids) if token_id != NO_TOKEN]
+        with ExitStack() as changes:
+            for index in trusted:
+                row = rows[index]
+                if changes_logits(row.params, row.num_output_tokens):
+                    changes.callback(self._adjust(values[index], row))
+                    if row.params.greedy:
+                        token_ids[index] = int(values[index].argmax())
+            drawn = [index for index in trusted if not rows[index].params.greedy]
+            for index, token_id in zip(drawn, _draw(logits, rows, drawn), strict=True):
                 token_ids[index] = token_id
         logprobs = _logprobs(logits, rows, token_ids)
         return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
 
-    def _adjusted(self, row_logits: Tensor, row: SamplingRow) -> Tensor:
+    def _adjust(self, values: Logits, row: SamplingRow) -> Callable[[], None]:
         return adjust(
-            row_logits,
+            values,
             row.params,
             eos_token_ids=self.eos_token_ids,
             num_output_tokens=row.num_output_tokens,
@@ -94,12 +93,20 @@ class Sampler:
         )
 
 
-def _largest(logits: Tensor) -> list[int]:
+def _largest(logits: Logits) -> list[int]:
     """Returns the id of each row's largest logit, the lowest id among equals; `NO_TOKEN` for a row whose largest logit
     is not finite."""
-    rows = logits.numpy()  # numpy's argmax takes a twentieth of the time of torch's
-    token_ids: list[int] = rows.argmax(axis=-1).tolist()  # in a row with a NaN, the index of that NaN
-    return [at if math.isfinite(rows[row, at]) else NO_TOKEN for row, at in enumerate(token_ids)]
+    # numpy's argmax takes a twentieth of the time of torch's. In a row with a NaN it is the index of that NaN.
+    token_ids: list[int] = logits.argmax(axis=-1).tolist()
+    return [at if math.isfinite(logits[row, at]) else NO_TOKEN for row, at in enumerate(token_ids)]
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow], wanted: Sequence[int]) -> list[int]:
+    """Returns a random token for each of the rows with these indices."""
+    if not wanted:
+        return []
+    drawn = [rows[index] for index in wanted]
+    return choose([logits[index] for index in wanted], [row.params for row in drawn], [_draw_of(row) for row in drawn])
 
 
 def _draw_of(row: SamplingRow) -> Draw:

@@ -15,11 +15,7 @@ from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.logprobs import token_logprobs
 from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SamplingRow
-from kvrelay.engine.sampling.seen_tokens import SeenTokens
-from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
-
-VOCAB_SIZE = 300  # two full groups of tokens and a partial one
-EOS = 2
+from tests.engine.sampling.reference import EOS, VOCAB_SIZE, adjusted, make_logits, probabilities_of
 
 
 def make_row(
@@ -34,64 +30,19 @@ def make_row(
     return SamplingRow(params, choice_index, position, len(output), seen, fixed_edits(params))
 
 
-def make_logits(seed: int, num_rows: int = 1, *, vocab_size: int = VOCAB_SIZE, ties: bool = False) -> Tensor:
-    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2.0
-    return (logits * 2).round() / 2 if ties else logits
-
-
 def sample_one(logits: Tensor, params: SamplingParams, *, output: Sequence[int] = ()) -> SampledToken:
     return Sampler([EOS]).sample(logits.unsqueeze(0), [make_row(params, output=output)])[0]
-
-
-# The reference: one row, lists and float64.
-
-
-def reference_adjusted(logits: Tensor, row: SamplingRow) -> list[float]:
-    params = row.params
-    values: list[float] = logits.to(torch.float64).tolist()
-    for token_id, bias in params.biases:
-        values[token_id] += bias
-    if row.num_output_tokens < params.min_tokens:
-        for token_id in (*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))):
-            values[token_id] = -math.inf
-    seen = row.seen or SeenTokens()
-    for token_id, count in zip(seen.token_ids.tolist(), seen.output_counts.tolist(), strict=True):
-        value = values[token_id]
-        values[token_id] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-        if count > 0:
-            values[token_id] -= params.presence_penalty + params.frequency_penalty * count
-    return values
-
-
-def reference_probabilities(values: list[float], params: SamplingParams) -> list[float]:
-    largest = max(values)
-    weights = [math.exp((value - largest) / params.temperature) for value in values]
-    order = sorted(range(len(values)), key=lambda token_id: (-values[token_id], token_id))
-    if params.top_k > 0:
-        order = order[: params.top_k]
-    if params.top_p < 1.0:
-        goal = params.top_p * math.fsum(weights[token_id] for token_id in order)
-        kept: list[int] = []
-        while math.fsum(weights[token_id] for token_id in kept) < goal:
-            kept.append(order[len(kept)])
-        order = kept
-    order = [token_id for token_id in order if weights[token_id] >= params.min_p]
-    total = math.fsum(weights[token_id] for token_id in order)
-    probabilities = [0.0] * len(values)
-    for token_id in order:
-        probabilities[token_id] = weights[token_id] / total
-    return probabilities
 
 
 def check_distribution(logits: Tensor, params: SamplingParams, *, output: Sequence[int] = (), num_draws: int) -> None:
     """Compares draws at `num_draws` positions of one seed with the reference, by Pearson's chi-square test with rare
     tokens pooled."""
     rows = [make_row(params, position=position, output=output) for position in range(num_draws)]
-    sampled = Sampler([EOS]).sample(logits.expand(num_draws, -1), rows)
+    sampled = Sampler([EOS]).sample(logits.repeat(num_draws, 1), rows)
     counts = [0] * logits.numel()
     for token in sampled:
         counts[token.token_id] += 1
-    probabilities = reference_probabilities(reference_adjusted(logits, rows[0]), params)
+    probabilities = probabilities_of(adjusted(logits, rows[0]), params)
     assert all(probability > 0 for probability, count in zip(probabilities, counts, strict=True) if count > 0)
     cells: list[tuple[float, int]] = []
     pooled_probability, pooled_count = 0.0, 0
@@ -206,69 +157,12 @@ def test_sampled_tokens_are_allowed_and_greedy_ones_are_the_reference(seed: int)
     logits = make_logits(seed, len(rows), ties=seed % 2 == 0)
     before = logits.clone()
     for row, row_logits, token in zip(rows, logits, Sampler([EOS]).sample(logits, rows), strict=True):
-        values = reference_adjusted(row_logits, row)
+        values = adjusted(row_logits, row)
         if row.params.greedy:
             assert values[token.token_id] == pytest.approx(max(values), abs=1e-5)
         else:
-            assert reference_probabilities(values, row.params)[token.token_id] > 0
+            assert probabilities_of(values, row.params)[token.token_id] > 0
     assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
-def test_limits_keep_the_reference_set(spread: float, ties: bool) -> None:
-    rng = random.Random(7)
-    for trial in range(40):
-        logits = make_logits(trial, ties=ties)[0] * spread
-        params = SamplingParams(
-            top_k=rng.choice((0, 0, 1, 7, 120, VOCAB_SIZE)),
-            top_p=rng.choice((1.0, 0.999, 0.95, 0.6, 0.05)),
-            min_p=rng.choice((0.0, 0.0, 0.05, 0.5)),
-        )
-        scores = (logits - logits.max()).clamp(min=EXCLUDED)
-        kept = (truncate(scores, params) > EXCLUDED).tolist()
-        probabilities = reference_probabilities(scores.to(torch.float64).tolist(), params)
-        assert kept == [probability > 0 for probability in probabilities], params
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_limits_keep_the_reference_set_of_most_of_a_large_vocabulary(top_p: float, ties: bool) -> None:
-    logits = make_logits(3, vocab_size=6000, ties=ties)[0] * 0.2  # so flat that thousands of tokens reach `top_p`
-    scores = logits - logits.max()
-    for top_k in (4096, 4097, 5999):
-        params = SamplingParams(top_k=top_k, top_p=top_p)
-        kept = (truncate(scores, params) > EXCLUDED).tolist()
-        probabilities = reference_probabilities(scores.to(torch.float64).tolist(), params)
-        assert kept == [probability > 0 for probability in probabilities], params
-
-
-def test_nucleus_at_exact_boundaries() -> None:
-    scores = torch.tensor([0.5, 0.25, 0.125, 0.125]).log() - math.log(0.5)
-    for top_p, num_kept in ((0.01, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.9, 4), (1.0, 4)):
-        kept = (truncate(scores, SamplingParams(top_p=top_p)) > EXCLUDED).tolist()
-        assert kept == [True] * num_kept + [False] * (4 - num_kept), top_p
-    equal = torch.zeros(8)
-    assert (truncate(equal, SamplingParams(top_p=0.5)) > EXCLUDED).tolist() == [True] * 4 + [False] * 4
-    almost_one = truncate(equal, SamplingParams(top_p=math.nextafter(1.0, 0.0)))
-    assert (almost_one > EXCLUDED).all()
-    close = torch.tensor([0.0, -0.005, -0.005, -0.005, -10.0])  # the three are in the bucket next to that of the first
-    assert (truncate(close, SamplingParams(top_p=0.5)) > EXCLUDED).tolist() == [True, True, False, False, False]
-
-
-def test_a_goal_that_rounding_puts_out_of_reach_is_met_by_all_tokens() -> None:
-    for logits in 2.0 * make_logits(5, 100, vocab_size=2000):
-        scores = logits - logits.max()
-        truncated = truncate(scores, SamplingParams(top_p=math.nextafter(1.0, 0.0)))
-        assert (truncated[scores > -25.0] > EXCLUDED).all()
-
-
-def test_most_likely_breaks_ties_by_id() -> None:
-    scores = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0])
-    expected = [1, 3, 2, 4, 5, 0]
-    for k in range(1, 9):
-        assert most_likely(scores, k).tolist() == expected[:k]
-    assert most_likely(torch.zeros(5000), 3).tolist() == [0, 1, 2]
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
@@ -302,6 +196,11 @@ def test_min_tokens_bans_what_would_end_the_output() -> None:
     assert sample_one(logits, forced).token_id != EOS
     everything = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=tuple(range(10)))
     assert sample_one(logits, everything).token_id == EOS
+    excluded = torch.full((10,), -math.inf)  # by the model
+    excluded[EOS] = 5.0
+    assert sample_one(excluded, replace(params, stop_token_ids=())).token_id == EOS
+    excluded[9] = 1.0
+    assert sample_one(excluded, replace(params, stop_token_ids=())).token_id == 9
 
 
 @pytest.mark.parametrize("penalty", [5e-324, 1e-30, 1e30, 1.7e308])

@@ -95,10 +95,13 @@ def test_logits_have_the_bits_of_the_plain_formula(seed: int, penalties: dict[st
     logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
     unpenalised = replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     num, fixed = len(output), fixed_edits(params)
-    before = adjust(logits, unpenalised, eos_token_ids=EOS, num_output_tokens=num, seen=None, fixed=fixed)
+    before, found = logits.clone(), logits.clone()
+    adjust(before.numpy(), unpenalised, eos_token_ids=EOS, num_output_tokens=num, seen=None, fixed=fixed)
     seen = seen_tokens(params, prompt, output)
-    found = adjust(logits, params, eos_token_ids=EOS, num_output_tokens=num, seen=seen, fixed=fixed)
+    restore = adjust(found.numpy(), params, eos_token_ids=EOS, num_output_tokens=num, seen=seen, fixed=fixed)
     assert torch.equal(found, plainly_penalised(before, params, prompt, output))
+    restore()
+    assert torch.equal(found, logits)
 
 
 @pytest.mark.parametrize("penalties", ({}, *PENALTIES), ids=str)
