@@ -1,6 +1,7 @@
 """A node between its engine, its connector and its service: the order of its work when a step has ended."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.engine.request import EngineRequest, StepResult
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from tests.node.fake_node import BLOCK_SIZE, FailingRunner, make_node
 
 
@@ -53,6 +55,35 @@ async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
     assert node._prefill_rate.seconds(1) is not None, "by which a store is judged"
     assert order[0] == "sent"
     assert sorted(order) == ["published", "sent", "watched"]
+
+
+async def test_idle_is_looked_for_when_what_earlier_messages_have_named_is_published() -> None:
+    node = make_node()
+    admissions: asyncio.Queue[Admission] = asyncio.Queue()
+
+    def on_result(result: StepResult) -> None:
+        for admission in result.admissions:
+            admissions.put_nowait(admission)
+
+    node.start(on_result)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+    request = EngineRequest("a", tuple(range(2 * BLOCK_SIZE)), sampling, role=KVRole.CONSUME, receive=True)
+    await node.engine_thread.call(lambda engine: engine.add(request))
+    missing = [block.block_id for block in (await asyncio.wait_for(admissions.get(), 10.0)).missing]
+    gate = threading.Event()
+
+    def wait(engine: Engine) -> None:
+        assert gate.wait(10.0)
+
+    node.engine_thread.post(wait)  # so that the thread takes all of the following in one turn
+    node.engine_thread.post(lambda engine: engine.deliver("a", len(missing)))  # names the blocks
+    node.engine_thread.post(lambda engine: engine.unpin(missing))
+    node.engine_thread.post(lambda engine: engine.abort("a"))
+    check = asyncio.create_task(node.check_idle())
+    await asyncio.sleep(0)
+    gate.set()
+    await check
+    await node.close()
 
 
 async def test_the_log_names_a_request_that_a_step_has_failed(caplog: pytest.LogCaptureFixture) -> None:
