@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
+# The extra with UCX for the CUDA that torch was built for, asked for when torch is installed.
+UCX = $(shell $(BIN)/python -c 'import torch; print("ucx-cu13" if (torch.version.cuda or "").startswith("13.") else "ucx")')
 CODE := kvrelay kv_connector router prefill_node decode_node kernels/paged_kernels demo bench tests
 KERNEL_SOURCES := $(shell find kernels -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name 'CMakeLists.txt' \))
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
@@ -107,7 +109,7 @@ redis-server:
 # Torch stays what it is; what belongs to a GPU is bounded in pyproject.toml, because it follows torch and the driver.
 upgrade: $(VENV)/installed-dev  ## Install the newest dependencies but torch, and pin them in constraints.txt; then run make test
 	grep -E '^(#|torch=)' constraints.txt > $(VENV)/pinned
-	$(BIN)/python -m pip install --constraint $(VENV)/pinned --upgrade --upgrade-strategy eager --editable '.[engine,redis,dev]'
+	$(BIN)/python -m pip install --constraint $(VENV)/pinned --upgrade --upgrade-strategy eager --editable '.[engine,redis,$(UCX),dev]'
 	$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/frozen
 	grep -vE '^(torch|triton|cuda|nvidia|rmm|rapids|librmm|libucx)' $(VENV)/frozen | sort --ignore-case >> $(VENV)/pinned
 	mv $(VENV)/pinned constraints.txt
@@ -133,7 +135,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL_SOURCES) $(VENV)/torc
 
 # It is all that `installed` is: in a fresh clone the kernels are built once. Those that this processor cannot run are emulated.
 $(VENV)/installed-dev: pyproject.toml constraints.txt $(KERNEL_SOURCES) $(VENV)/torch
-	$(PIP) --config-settings=cmake.define.PAGED_EMULATE=ON --editable '.[engine,redis,dev]'
+	$(PIP) --config-settings=cmake.define.PAGED_EMULATE=ON --editable '.[engine,redis,$(UCX),dev]'
 	@touch $(VENV)/installed $@
 
 $(VENV)/oldest-triton/installed: $(VENV)/installed-dev

@@ -153,6 +153,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             process = handle._context.get(PROCESS)
             if process is None or not process.holds(handle):
                 handle._run()
+            del handle  # a traceback may keep this frame, and by it the task
 
     def _tasks(self) -> str:
         return "tasks: " + ", ".join(sorted(describe_task(task) for task in asyncio.all_tasks(self)))
