@@ -1,6 +1,27 @@
-"""Types of arguments that benchmark scripts share."""
+"""What the command lines of benchmark scripts share: a parser, and types of arguments."""
 
 import argparse
+import shlex
+from pathlib import Path
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """The format of `--help`: every option has its default, unless its text speaks of that by itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said, default = action.help or "", action.default
+        is_unset = default is None or default is False or default is argparse.SUPPRESS
+        if is_unset or not action.option_strings or "default" in said:
+            return said
+        shown = shlex.join(map(str, default)) if isinstance(default, list | tuple) else default
+        return f"{said} (default: {shown})"
+
+
+def script_parser(file: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of the script in `file`, which is run as `python -m bench.NAME`."""
+    return argparse.ArgumentParser(
+        prog=f"python -m bench.{Path(file).stem}", description=description, formatter_class=_Help
+    )
 
 
 def positive(text: str) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.child import Child, child
 from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
@@ -264,10 +264,10 @@ async def measure(place: Place, turns: int, redis_url: str | None) -> None:
 
 
 async def run(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Speed of KV block transfers on this machine.")
-    parser.add_argument("--megabytes", type=int, default=256, help="size of each pool; at least 2 (default: 256)")
+    parser = script_parser(__file__, __doc__)
+    parser.add_argument("--megabytes", type=int, default=256, help="size of each pool; at least 2")
     parser.add_argument("--sizes", nargs="+", choices=BLOCK_SIZES, default=list(BLOCK_SIZES), help="sizes of a block")
-    parser.add_argument("--turns", type=positive, default=5, help="alternations of yardstick and fetch (default: 5)")
+    parser.add_argument("--turns", type=positive, default=5, help="alternations of yardstick and fetch")
     parser.add_argument("--redis-url", help="also measure this Redis")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pools are")
     parser.add_argument("--backend", default="shared_memory", help=argparse.SUPPRESS)

@@ -10,7 +10,6 @@ measures a plain read of memory and each form of weights once, in turn. What is 
 ratios are medians of the rounds' ratios, so that a load on the machine that comes and goes affects all of them alike.
 """
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from paged_kernels.cpu.extension import load_extension
 from paged_kernels.cpu.threads import use_threads
 from paged_kernels.registry import select_backend
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.even_batch import even_batch
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
 from bench.timing import torch_computes, wall_seconds
@@ -49,7 +48,7 @@ class Step:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b", help="shape of the random model")
     parser.add_argument(
         "--batch", type=positive, nargs="+", default=[1, 4, 16], help="sequences per step, one or several"

@@ -24,7 +24,7 @@ from typing import cast
 
 import grpc
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.python_speed import python_speed
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import KVRelayError, UnavailableError
@@ -44,7 +44,7 @@ class Timing:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("model", help="model directory")
     parser.add_argument(
         "--prompt-len", type=positive, nargs="+", default=[128, 512, 1500], help="prompt tokens, one length or several"

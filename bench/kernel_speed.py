@@ -16,7 +16,7 @@ from paged_kernels.registry import select_backend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.even_batch import even_batch
 from bench.timing import torch_computes, wall_seconds
 
@@ -96,7 +96,7 @@ def decode_batch(text: str) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument(
         "--decode",
         type=decode_batch,
@@ -105,24 +105,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="SEQUENCES:TOKENS",
         help="batches of decodes: sequences, and tokens of KV of each (default: 1:4096 16:512 16:2048)",
     )
-    parser.add_argument(
-        "--prefill", type=positive, nargs="+", default=[128, 512, 2048], help="prompt lengths (default: 128 512 2048)"
-    )
+    parser.add_argument("--prefill", type=positive, nargs="+", default=[128, 512, 2048], help="prompt lengths")
     parser.add_argument(
         "--backend", choices=("auto", "native", "reference"), default="auto", help="which kernels; auto: the fastest"
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="dtype of queries and pool"
     )
-    parser.add_argument("--heads", type=positive, default=14, help="query heads (default: 14)")
-    parser.add_argument(
-        "--kv-heads", type=positive, default=2, help="KV heads, which divide the query heads (default: 2)"
-    )
-    parser.add_argument("--head-dim", type=positive, default=64, help="elements of a head (default: 64)")
+    parser.add_argument("--heads", type=positive, default=14, help="query heads")
+    parser.add_argument("--kv-heads", type=positive, default=2, help="KV heads, which divide the query heads")
+    parser.add_argument("--head-dim", type=positive, default=64, help="elements of a head")
     parser.add_argument(
         "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
     )
-    parser.add_argument("--repeats", type=positive, default=10, help="calls of which the fastest counts (default: 10)")
+    parser.add_argument("--repeats", type=positive, default=10, help="calls of which the fastest counts")
     parser.add_argument(
         "--rounds", type=positive, default=3, help="turns that the pools of a decode batch take; the fastest counts"
     )

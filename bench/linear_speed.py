@@ -8,7 +8,6 @@ those of a model do. Both allocate every result. What is printed is the median o
 rounds' ratios.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from paged_kernels.cpu.packed import PackedWeight
 from paged_kernels.cpu.threads import use_threads
 from torch import Tensor
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
@@ -33,7 +32,7 @@ WeightT = TypeVar("WeightT")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument(
         "--rows",
         type=positive,
@@ -44,11 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
     )
-    parser.add_argument("--rounds", type=positive, default=5, help="measurements, besides one to warm up (default: 5)")
-    parser.add_argument("--copies", type=positive, default=8, help="weights of each shape, used in turn (default: 8)")
+    parser.add_argument("--rounds", type=positive, default=5, help="measurements, besides one to warm up")
+    parser.add_argument("--copies", type=positive, default=8, help="weights of each shape, used in turn")
     available = [name for name in _native.available_instruction_sets() if not name.endswith("_emulated")]
     parser.add_argument(
-        "--instruction-set", choices=available, default=available[0], help="which variant of our kernel to measure"
+        "--instruction-set",
+        choices=available,
+        default=available[0],
+        help="which variant of our kernel to measure, of those that this processor can run",
     )
     arguments = parser.parse_args(argv)
     _native.set_instruction_set(arguments.instruction_set)

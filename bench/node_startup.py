@@ -6,7 +6,6 @@ Starts `kvrelay decode` on a model several times, one after the other, and reads
 ready. The first start does not count (`--warmup`): it may have to read the model's files from the disk.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -14,19 +13,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.child import child
 from bench.python_speed import python_speed
 from kvrelay.core.errors import KVRelayError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("model", metavar="DIR", help="directory of the model")
-    parser.add_argument("--runs", type=positive, default=5, help="starts of which the median is printed (default: 5)")
-    parser.add_argument("--warmup", type=int, default=1, help="starts before these that do not count (default: 1)")
+    parser.add_argument("--runs", type=positive, default=5, help="starts of which the median is printed")
+    parser.add_argument("--warmup", type=int, default=1, help="starts before these that do not count")
     parser.add_argument("--threads", type=positive, help="CPU threads of the node; default: the node's own default")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a start may take (default: 900)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a start may take")
     arguments = parser.parse_args(argv)
     if arguments.warmup < 0:
         parser.error("--warmup must be at least 0")

@@ -31,7 +31,7 @@ from paged_kernels.cpu.threads import use_threads
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
@@ -108,7 +108,7 @@ class Other:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("model", metavar="DIR", help="directory of a bfloat16 model")
     parser.add_argument(
         "--steps",
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
     )
-    parser.add_argument("--rounds", type=positive, default=7, help="measurements, besides one to warm up (default: 7)")
+    parser.add_argument("--rounds", type=positive, default=7, help="measurements, besides one to warm up")
     parser.add_argument(
         "--quantization",
         choices=get_args(Quantization),

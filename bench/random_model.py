@@ -7,7 +7,6 @@ decodes to text. With `--quantization` the matrices of the layers are random 4-b
 128.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
+
+from bench.arguments import script_parser
 
 PrequantizedMethod = Literal["awq", "gptq", "gptq_v2", "gptq_desc_act"]
 GROUP_SIZE = 128
@@ -239,7 +240,7 @@ def _random_codes(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write a random-weight model for measuring speed.")
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("directory", type=Path, metavar="OUT_DIR", help="where to write; created if needed")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b", help="sizes of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

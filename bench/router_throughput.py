@@ -25,7 +25,7 @@ from typing import cast
 import grpc
 from tokenizers import Tokenizer
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.child import child
 from bench.proc_stat import processor_seconds
 from bench.python_speed import python_speed
@@ -171,23 +171,19 @@ def measure_router(options: argparse.Namespace, vocab_size: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("model", help="directory of a model; only its tokenizer is read")
-    parser.add_argument(
-        "--requests", type=positive, default=256, help="streams in all, of each protocol (default: 256)"
-    )
-    parser.add_argument("--concurrency", type=positive, default=64, help="streams at a time (default: 64)")
-    parser.add_argument("--output-len", type=positive, default=256, help="tokens of each stream (default: 256)")
+    parser.add_argument("--requests", type=positive, default=256, help="streams in all, of each protocol")
+    parser.add_argument("--concurrency", type=positive, default=64, help="streams at a time")
+    parser.add_argument("--output-len", type=positive, default=256, help="tokens of each stream")
     parser.add_argument(
         "--step-ms",
         type=float,
         default=2.0,
         help="milliseconds between tokens of a stream: the node offers concurrency / step tokens per second",
     )
-    parser.add_argument("--ttft-requests", type=positive, default=50, help="prompts of each TTFT median (default: 50)")
-    parser.add_argument(
-        "--rounds", type=positive, default=5, help="turns that router and node take for TTFT (default: 5)"
-    )
+    parser.add_argument("--ttft-requests", type=positive, default=50, help="prompts of each TTFT median")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns that router and node take for TTFT")
     parser.add_argument("--wrk", action="store_true", help="also measure with wrk, which must be installed")
     parser.add_argument("--profile", type=Path, help="write the router's cProfile here (it is much slower then)")
     options = parser.parse_args(argv)

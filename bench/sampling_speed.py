@@ -1,4 +1,5 @@
-"""Tokens and log-probabilities from logits: our kernels against torch's operations, which do the same without them.
+"""Tokens and log-probabilities from logits: our kernels against torch's operations, which are used
+where kernels are not compiled.
 
     python -m bench.sampling_speed --threads 2
 
@@ -7,7 +8,6 @@ of the rounds' ratios. "flat" are logits of a normal distribution, so that top-p
 vocabulary; "peaked" ones have a few likely tokens among them, as a trained model's have.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from paged_kernels.cpu.threads import use_threads
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.timing import torch_computes, wall_seconds
 from kvrelay.core.sampling_params import SamplingParams
@@ -34,15 +34,15 @@ NUM_TOP = 5
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=positive, default=16, help="rows of logits (default: 16)")
+    parser = script_parser(__file__, __doc__)
+    parser.add_argument("--batch", type=positive, default=16, help="rows of logits")
     parser.add_argument(
         "--vocab-size", type=positive, default=151_936, help="logits of a row (default: 151936, that of Qwen2)"
     )
     parser.add_argument(
         "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
     )
-    parser.add_argument("--rounds", type=positive, default=9, help="measurements, besides one to warm up (default: 9)")
+    parser.add_argument("--rounds", type=positive, default=9, help="measurements, besides one to warm up")
     arguments = parser.parse_args(argv)
     use_threads(arguments.threads)
     torch.manual_seed(0)

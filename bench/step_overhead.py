@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from bench.arguments import positive
+from bench.arguments import positive, script_parser
 from bench.python_speed import python_speed
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
@@ -76,24 +76,20 @@ class Stopwatch:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("models", nargs="+", metavar="DIR", help="model directories, one or several")
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16], help="sequences per step (default: 1 16)")
-    parser.add_argument("--steps", type=positive, default=200, help="measured decode steps (default: 200)")
-    parser.add_argument(
-        "--prompt-len", type=positive, default=128, help="prompt tokens of every sequence (default: 128)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy (default: 0)")
-    parser.add_argument("--top-k", type=int, default=0, help="of sampling; 0 is off (default: 0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of sampling; 1 is off (default: 1)")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="of sampling; 1 is off (default: 1)")
-    parser.add_argument(
-        "--min-tokens", type=int, default=0, help="tokens before which nothing may end an output (default: 0)"
-    )
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16], help="sequences per step")
+    parser.add_argument("--steps", type=positive, default=200, help="measured decode steps")
+    parser.add_argument("--prompt-len", type=positive, default=128, help="prompt tokens of every sequence")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="of sampling; 0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of sampling; 1 is off")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="of sampling; 1 is off")
+    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before which nothing may end an output")
     parser.add_argument(
         "--logprobs", type=int, help="log-probabilities of so many likely tokens beside each (default: none)"
     )
-    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads")
     parser.add_argument("--json-file", type=Path, help="also write the table here, as JSON")
     arguments = parser.parse_args(argv)
     found: list[Measurement] = []

@@ -64,6 +64,24 @@ def check(shown: str, *labels: str) -> None:
         assert label in shown
 
 
+@pytest.mark.parametrize(
+    ("main", "command", "defaults"),
+    [
+        (kernel_speed.main, "kernel_speed", ("1:4096 16:512 16:2048", "bfloat16", "14")),
+        (random_model.main, "random_model", ("qwen2-0.5b", "0")),
+        (connectors.main, "connectors", ("256", "'128 KiB' '2 MiB'")),
+    ],
+)
+def test_help_has_the_command_and_the_defaults(
+    main: Callable[[Sequence[str]], object], command: str, defaults: tuple[str, ...], capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    check(shown, f"usage: python -m bench.{command} [-h]", *(f"(default: {default})" for default in defaults))
+    assert not any(f"(default: {unset}" in shown for unset in ("None", "False", "=="))
+
+
 def test_decode_step(capsys: Capture) -> None:
     forms = ["none", "shared", "int8", "awq"]
     decode_step.main(["--shape", "small", "--batch", "2", "--context", "20", "--rounds", "1", "--weights", *forms])
