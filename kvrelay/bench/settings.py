@@ -76,7 +76,10 @@ class BenchSettings(ProcessSettings):
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
     top_k: int = Field(default=0, ge=0, description="Sample from so many of the likeliest tokens; 0: not sent.")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Sample from the likeliest tokens of this probability; 1: not sent."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens that together have this probability; 1: not sent.",
     )
     ignore_eos: bool = Field(
         default=True, description="Ask for exactly the output length; --no-ignore-eos for servers that refuse it."

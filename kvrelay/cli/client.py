@@ -47,7 +47,10 @@ class GenerateSettings(ClientSettings):
         default=None, ge=0, lt=2**63, description="Sample from so many of the likeliest tokens; unset: 0, all of them."
     )
     top_p: float | None = Field(
-        default=None, gt=0, le=1, description="Sample from the likeliest tokens of this mass; unset: 1, all of them."
+        default=None,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens that together have this probability; unset: 1, all of them.",
     )
     seed: int | None = Field(
         default=None, ge=MIN_SEED, le=MAX_SEED, description="The same seed gives the same text; unset: a random one."

@@ -47,7 +47,9 @@ class NodeOptions(ProcessSettings):
         "only: with it, device auto leaves a GPU unused. AWQ and GPTQ checkpoints need none.",
     )
     attention_backend: AttentionBackendName = Field(
-        default="auto", description="Attention kernels; auto takes the fastest ones installed."
+        default="auto",
+        description="Attention kernels: native (compiled, for CPUs), reference (torch, slow), or auto, which takes the "
+        "fastest ones that there are for the device.",
     )
     device: DeviceName = Field(
         default="auto",
@@ -71,7 +73,9 @@ class NodeOptions(ProcessSettings):
         "redis://127.0.0.1:6379/0. A URL with a password belongs in KVRELAY_REDIS_URL or the file: arguments are "
         "visible to everyone on the machine.",
     )
-    redis_ttl: int = Field(default=3600, gt=0, description="Seconds a block stays in Redis.")
+    redis_ttl: int = Field(
+        default=3600, gt=0, description="Seconds that a block stays in Redis after a node has last published it."
+    )
     shared_memory_dir: str = Field(default="", description="Directory for KV pools; empty: /dev/shm.")
     kv_staging_gib: float = Field(
         default=4.0,
