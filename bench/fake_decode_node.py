@@ -5,7 +5,6 @@ input. The first token of a request comes at once; then every step sends one mes
 an engine's would.
 """
 
-import argparse
 import asyncio
 import math
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from bench.arguments import script_parser
 from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.node_report import PROTOCOL
 from kvrelay.core.rpc import serve_insecure, server_options
@@ -128,7 +128,7 @@ async def serve(vocab_size: int, step: float) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("--vocab-size", type=int, required=True, help="vocabulary size that the node reports")
     parser.add_argument("--step-ms", type=float, default=2.0, help="milliseconds between tokens of a request")
     options = parser.parse_args(sys.argv[1:])
