@@ -1,7 +1,7 @@
 """Leases on published blocks: how long a prefill node keeps the blocks that it computed for a request.
 
-Invariant: a lease ends exactly once, by release or by expiry, whichever comes first; the sweeper does not depend on
-traffic.
+Invariant: a lease ends exactly once, by release, by expiry, or early (`stall.py`), whichever comes first; the sweeper
+does not depend on traffic.
 """
 
 import asyncio

@@ -9,7 +9,8 @@
 4. The first tokens are sampled from the prompt's last logits (`finished`); they do not wait for publication.
 5. The stream ends when the last block was offered to the connector. The engine has then finished the request, and only
    the lease holds its blocks.
-6. `ReleaseLeases`, or expiry, ends the lease. The blocks stay cached under their names until they are evicted.
+6. `ReleaseLeases`, expiry, or a stall of the node (`stall.py`) ends the lease. The blocks stay cached under their names
+   until they are evicted.
 
 Invariant: a stream that ends before `finished` leaves nothing behind; one that ends later leaves only the lease.
 """

@@ -1,1 +1,5 @@
-"""Paged attention over the canonical KV block layout. Imports nothing else of kvrelay."""
+"""The kernels for CPUs and GPUs: attention over the paged KV pool, linear layers, fused rows, sampling, and digests of
+blocks of KV.
+
+Imports nothing else of kvrelay.
+"""

@@ -1,4 +1,5 @@
-"""The attention backend in plain torch: the oracle of every kernel's tests, and what nodes run without a compiler.
+"""The attention backend in plain torch: the oracle of every kernel's tests, and what nodes run where there are no
+compiled kernels, or none for the model's heads.
 
 Gathers each sequence's blocks and computes attention with two matrix products in float32 (float64 for a float64 pool).
 """

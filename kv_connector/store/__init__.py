@@ -1,1 +1,1 @@
-"""The connectors to a store that outlives nodes."""
+"""The connector to a store that outlives nodes: Redis."""

@@ -4,7 +4,7 @@ router runs.
 The states of a node and what changes them:
 
     connecting ─► live ◄─► draining      described, fits, and sends; `draining` as long as the node says so
-    connecting ─► refused ─► live        does not fit the others; asked again until it does
+    connecting, lost ─► refused ─► live  does not fit the others; asked again until it does
     refused ─► lost                      cannot be reached any more
     live, draining ─► lost ─► live       its stream broke, or nothing came for `silence` seconds; asked again
     live ◄─► ejected                     its requests failed (`outlier.py`); never the last live node of its role

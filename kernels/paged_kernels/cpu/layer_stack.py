@@ -1,4 +1,4 @@
-"""All layers of a decoder compiled, their attention and the last norm included: a step is one call.
+"""All layers of a decoder compiled, their attention and the last norm included: one call per step.
 
 The pieces are those of `packed`, `quantized`, `fused` and `native`, in the same order, and so are the results, to the
 bit. What is saved is the way into and out of Python around each of them, which costs more than most of the pieces do,

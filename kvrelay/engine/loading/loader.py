@@ -1,6 +1,6 @@
 """Loads a model from a Hugging Face directory: configuration, weights, and the fingerprint that names its KV.
 
-Everything that can be wrong with the tensors of a checkpoint is found from its headers, before any memory is taken for
+Tensors with wrong names, dtypes or shapes are found from the headers of a checkpoint, before any memory is taken for
 weights.
 """
 
