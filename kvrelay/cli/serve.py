@@ -48,8 +48,8 @@ def _threads(value: object) -> object:
     return value
 
 
-# Nodes and the router get their options as they were set; the fields declared here are only serve's.
-class ServeSettings(NodeOptions, RouterOptions):
+# The router and nodes get their options as they were set; the fields declared here are only serve's.
+class ServeSettings(RouterOptions, NodeOptions):
     """Serve a model from this machine: prefill nodes, decode nodes and a router, each a process of its own.
 
     Example: kvrelay serve ./my-model --prefill-nodes 1 --decode-nodes 2

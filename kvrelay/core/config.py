@@ -90,10 +90,11 @@ class ProcessSettings(BaseSettings):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        # For --help: strips the docstring's indentation, and puts a class's own settings before those that it inherits.
+        # For --help: strips the docstring's indentation, and puts a class's own settings before those of its bases.
         cls.__doc__ = inspect.cleandoc(cls.__doc__ or "")
         fields = cls.__pydantic_fields__
-        order = dict.fromkeys(("config", *cls.__annotations__, *fields))
+        own_first = (name for base in cls.__mro__ for name in inspect.get_annotations(base))
+        order = dict.fromkeys(("config", *own_first, *fields))
         cls.__pydantic_fields__ = {name: fields[name] for name in order if name in fields}
 
     @classmethod

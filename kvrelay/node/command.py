@@ -20,9 +20,9 @@ def run_node(role: str, import_service: "Callable[[], Callable[[Node], Service]]
     class of its service, which brings the engine with it, and returns it."""
     with interruptible_imports():
         from kvrelay.core.config import load_settings
-        from kvrelay.node.settings import NodeSettings
+        from kvrelay.node.settings import SETTINGS_OF_ROLE
 
-    settings = load_settings(NodeSettings, sys.argv[1:], prog=f"kvrelay {role}")
+    settings = load_settings(SETTINGS_OF_ROLE[role], sys.argv[1:], prog=f"kvrelay {role}")
     require_extra("engine", ENGINE_MODULES, purpose=f"a {role} node")
     with interruptible_imports():
         from kvrelay.node.process import main

@@ -1,5 +1,6 @@
-"""The settings of a node. Prefill and decode nodes have the same."""
+"""The settings of a node. Prefill and decode nodes have the same, but each its own help."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
@@ -142,7 +143,7 @@ class NodeOptions(ProcessSettings):
 
 
 class NodeSettings(NodeOptions):
-    """One node of a cluster: loads MODEL, serves gRPC, and prints one JSON line on standard output when it is ready."""
+    """Settings of a node of either role."""
 
     model: CliPositionalArg[str] = Field(default="", description="Hugging Face model directory (or cached hub name).")
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
@@ -190,3 +191,22 @@ class NodeSettings(NodeOptions):
         description="Inherited file descriptor of the memory in which the nodes of one machine share their weights "
         "(used by kvrelay serve).",
     )
+
+
+class PrefillSettings(NodeSettings):
+    """A prefill node of a cluster: computes the KV of prompts and offers it to the decode nodes. It loads MODEL, serves
+    gRPC to a router, and prints one JSON line on standard output when it is ready.
+
+    Example: kvrelay prefill ./my-model --host 10.0.0.2 --port 7000 --connector redis --redis-url redis://10.0.0.9
+    """
+
+
+class DecodeSettings(NodeSettings):
+    """A decode node of a cluster: fetches the KV of prompts from prefill nodes, computes what is missing, and generates
+    the tokens. It loads MODEL, serves gRPC to a router, and prints one JSON line on standard output when it is ready.
+
+    Example: kvrelay decode ./my-model --host 10.0.0.3 --port 7000 --connector redis --redis-url redis://10.0.0.9
+    """
+
+
+SETTINGS_OF_ROLE: Mapping[str, type[NodeSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}

@@ -13,14 +13,13 @@ from kvrelay.cli.client import ChatSettings, CompleteSettings, StatusSettings
 from kvrelay.cli.serve import ServeSettings
 from kvrelay.core.config import ProcessSettings, load_settings
 from kvrelay.core.config_fields import flag_of, variable_of
-from kvrelay.node.settings import NodeSettings
+from kvrelay.node.settings import SETTINGS_OF_ROLE, NodeSettings
 from router.settings import RouterSettings
 from tests.pages import DOCS, ROOT, rows, section
 
 SETTINGS: Mapping[str, type[ProcessSettings]] = {
     "serve": ServeSettings,
-    "prefill": NodeSettings,
-    "decode": NodeSettings,
+    **SETTINGS_OF_ROLE,
     "router": RouterSettings,
     "complete": CompleteSettings,
     "chat": ChatSettings,
@@ -57,6 +56,16 @@ def test_commands(line: str, files: Path) -> None:
     load_settings(SETTINGS[command], argv[words:], prog=f"kvrelay {command}")
 
 
+@pytest.mark.parametrize("command", SETTINGS)
+def test_examples_of_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(SETTINGS[command], ["--help"], prog=f"kvrelay {command}")
+    for example in re.findall(r"^Example: kvrelay (.*)$", capsys.readouterr().out, re.MULTILINE):
+        assert example.startswith(f"{command} ")
+        argv = shlex.split(example.removeprefix(command))
+        load_settings(SETTINGS[command], argv, prog=f"kvrelay {command}")
+
+
 def test_the_files_are_of_one_cluster(files: Path) -> None:
     prefill, decode = (
         load_settings(NodeSettings, ["--config", f"{role}.yaml"], prog=role) for role in ("prefill", "decode")
@@ -76,6 +85,16 @@ def test_flags_and_variables(name: str) -> None:
         flags.update(re.findall(r'"(--[a-z][\w-]*)"', program.read_text(encoding="utf-8")))
     assert set(re.findall(r"(?<![\w-])--[a-z](?:[\w-]*\w)?(?![\w-])", PAGES[name])) <= flags
     assert set(re.findall(r"\bKVRELAY_\w*[A-Z]\b", PAGES[name])) <= set(map(variable_of, fields))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_flags_of_each_program(name: str) -> None:
+    for module, arguments in re.findall(r"python -m ((?:bench|tests)\.[a-z_]+)([^`\n]*)", PAGES[name]):
+        path = ROOT / module.replace(".", "/")
+        source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+        for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", arguments):
+            is_setting = f"\n    {flag.replace('-', '_')}: " in source
+            assert is_setting or f'"--{flag}"' in source, f"{name} calls {module} with --{flag}"
 
 
 def test_settings_and_defaults_of_sizing() -> None:
