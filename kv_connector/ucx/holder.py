@@ -83,7 +83,11 @@ class Holder:
         self._strangers += 1  # until `_meet` has ended; counted before others can come
         task = asyncio.create_task(self._serve(link))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: self._left(ended, link))
+
+    def _left(self, task: "asyncio.Task[None]", link: Link) -> None:
+        self._tasks.discard(task)
+        link.cut()  # again, unless the task was cancelled before it had begun
 
     async def _serve(self, link: Link) -> None:
         """Serves one reader until it leaves or breaks the protocol."""

@@ -109,6 +109,22 @@ async def test_a_reader_that_comes_while_the_holder_closes_is_turned_away(holder
     transport.close()
 
 
+async def test_a_reader_that_comes_just_before_the_holder_closes_is_dropped(holder: Node) -> None:
+    """Nothing has been done for it yet. It would wait for as long as a handshake may take, on a socket that stays."""
+    transport = Transport("")
+    host, _, port = holder.source.endpoint.rpartition(":")
+    link = transport.connect(host, int(port))
+    closing = side(holder)
+    async with asyncio.timeout(HANDSHAKE_SECONDS):
+        while not closing._tasks:
+            await asyncio.sleep(0)
+    await closing.close()
+    with pytest.raises(LinkLostError):
+        await asyncio.wait_for(link.greeting(OPENING_BYTES), HANDSHAKE_SECONDS / 2)
+    await link.close()
+    transport.close()
+
+
 async def test_a_reader_with_another_layout_that_stays_is_dropped(holder: Node) -> None:
     transport = Transport("")
     host, _, port = holder.source.endpoint.rpartition(":")
