@@ -31,7 +31,7 @@ class PackedArrays:
         self.num_bytes = 0
         for name, array in self._arrays.items():
             self._offsets[name] = self.num_bytes
-            self.num_bytes += -(-max(1, array.nbytes) // _ALIGNMENT) * _ALIGNMENT
+            self.num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def to(self, target: Tensor) -> None:
         """Enqueues the copy of all arrays to the beginning of `target`, which is uint8 on any device."""
