@@ -124,6 +124,23 @@ async def test_a_device_that_fails_publishes_nothing_and_fetches_nothing(names: 
     await pair.owner.connector.publish(moved(blocks(2, tag="new"), 7))
 
 
+@pytest.mark.parametrize("names", ["cuda_ipc"])
+async def test_blocks_that_are_digested_while_the_connector_closes_are_not_published(pair: Pair) -> None:
+    """It is not told any more which of them were retracted, and may have given up the segment."""
+    owner = pair.owner
+    owner.device.waiting.clear()
+    owner.device.gate.clear()
+    publishing = asyncio.create_task(owner.connector.publish(moved(blocks(2, tag="new"), 7)))
+    await asyncio.to_thread(owner.device.waiting.wait, 10)
+    closing = asyncio.create_task(owner.connector.close())
+    await asyncio.sleep(0)
+    owner.device.gate.set()
+    with pytest.raises(KVError, match="closed"):
+        await publishing
+    await closing
+    assert owner.first_stats.blocks_published == 4
+
+
 @pytest.mark.parametrize("names", ["cuda_ipc", "cuda_ipc,ucx"])
 async def test_a_pool_that_can_not_be_mapped_is_fetched_from_over_ucx_or_not_at_all(names: str, pair: Pair) -> None:
     pair.peer.device.unmappable = True

@@ -8,7 +8,8 @@ from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.kv_layout import KVLayout
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, Node, blocks, write_and_publish
 
-LARGE_LAYOUT = KVLayout(num_kv_heads=8, num_layers=32, block_size=16, head_dim=128, dtype="float32")  # 4 MiB a block
+# A block is larger than what several of one Ask may have together.
+LARGE_LAYOUT = KVLayout(num_kv_heads=8, num_layers=40, block_size=16, head_dim=128, dtype="float32")  # 5 MiB a block
 NUM_BLOCKS = 24
 
 

@@ -10,24 +10,31 @@ import pytest
 
 from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
+from kv_connector.header import BlockHeader
+from kv_connector.payloads import Payloads
 from kv_connector.settings import UcxSettings
+from kv_connector.shared_pool import SharedPool
 from kv_connector.ucx import holder as holder_module
 from kv_connector.ucx.auth import Session, check_secret, new_nonce
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS, MAX_STRANGERS, Holder
 from kv_connector.ucx.protocol import (
     ASK_POSITION,
+    ENTRY_BYTES,
     OPENING_BYTES,
+    REPLY_POSITION,
     WELCOME_BYTES,
     Entry,
     Status,
     decode_opening,
+    decode_reply,
     encode_ask,
     encode_opening,
     encode_proof,
 )
 from kv_connector.ucx.reader import Lane
 from kv_connector.ucx.transport import LinkLostError, Transport
+from kvrelay.core.block_hash import BlockHash
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, OTHER_LAYOUT, Node, blocks, write_and_publish
 
 FETCHED = FetchOutcome.FETCHED
@@ -142,13 +149,39 @@ async def test_a_reader_with_another_layout_that_stays_is_dropped(holder: Node) 
     transport.close()
 
 
-async def test_an_ask_that_is_too_large_ends_the_connection(holder: Node, reader: Node) -> None:
+@pytest.mark.parametrize("count", [0, 0xFFFFFFFF])
+async def test_an_ask_for_too_many_blocks_or_for_none_ends_the_connection(
+    holder: Node, reader: Node, count: int
+) -> None:
     lane = await lane_of(reader, holder)
-    lane.link.send(np.full(4, 0xFF, np.uint8), lane.tag + ASK_POSITION)
+    lane.link.send(np.frombuffer(count.to_bytes(4, "little"), np.uint8), lane.tag + ASK_POSITION)
     with pytest.raises(LinkLostError):
         await asyncio.wait_for(lane.link.greeting(OPENING_BYTES), 10)
     assert holder.first_stats.peers_refused == 1
     await lane_of(reader, holder)
+
+
+async def test_a_block_that_is_retracted_while_it_is_sent_is_reported_as_that(
+    holder: Node, reader: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise what arrives would be taken for damaged."""
+    lane = await lane_of(reader, holder)
+    found, find = asyncio.Event(), SharedPool.find
+
+    def find_and_tell(shared: SharedPool[Payloads], name: BlockHash) -> list[tuple[int, BlockHeader]]:
+        found.set()
+        return find(shared, name)
+
+    monkeypatch.setattr(SharedPool, "find", find_and_tell)
+    [block] = blocks(1)
+    lane.link.send(np.frombuffer(encode_ask([block.block_hash]), np.uint8), lane.tag + ASK_POSITION)
+    await asyncio.wait_for(found.wait(), 10)
+    holder.connector.retract([block.block_id])
+    reply = np.zeros(ENTRY_BYTES, np.uint8)
+    lane.link.receive(reader.row(0), lane.tag)  # it has waited for this
+    lane.link.receive(reply, lane.tag + REPLY_POSITION)
+    await asyncio.wait_for(lane.link.wait(), 10)
+    assert decode_reply(reply.tobytes()) == [Entry(Status.RETRACTED)]
 
 
 async def test_a_reply_that_a_reader_does_not_understand_fails_its_blocks(

@@ -121,9 +121,10 @@ def open_files() -> int:
 
 
 def test_without_a_secret_or_an_address_it_does_not_start() -> None:
-    for secret in ("", "short"):
+    for secret in ("", "k" * 15):
         with pytest.raises(ConfigurationError, match=r"secret of at least 16 characters.*KVRELAY_CLUSTER_SECRET"):
             UcxConnector(UcxSettings(secret))
+    UcxConnector(UcxSettings("k" * 16))
     with pytest.raises(ConfigurationError, match="--ucx-host"):
         UcxConnector(UcxSettings(CLUSTER_SECRET, host="0.0.0.0"))
     assert CLUSTER_SECRET not in repr(UcxSettings(CLUSTER_SECRET))
