@@ -2,6 +2,7 @@
 and what becomes of blocks for which it gives an unknown answer."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -33,9 +34,10 @@ from kv_connector.ucx.protocol import (
     encode_proof,
 )
 from kv_connector.ucx.reader import Lane
-from kv_connector.ucx.transport import LinkLostError, Transport
+from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.block_hash import BlockHash
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, OTHER_LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 
 FETCHED = FetchOutcome.FETCHED
 
@@ -46,10 +48,14 @@ def node(node_id: str) -> Node:
 
 @pytest.fixture
 async def holder() -> AsyncIterator[Node]:
-    made = node("holder")
+    """A holder that takes nothing its readers do for an error of its own, of which the loop would be told."""
+    made, errors = node("holder"), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     await write_and_publish(made, blocks(4))
     yield made
     await made.connector.close()
+    gc.collect()  # what a task has raised is told of when it is collected
+    assert not errors
 
 
 @pytest.fixture
@@ -129,6 +135,31 @@ async def test_a_reader_that_comes_just_before_the_holder_closes_is_dropped(hold
     with pytest.raises(LinkLostError):
         await asyncio.wait_for(link.greeting(OPENING_BYTES), HANDSHAKE_SECONDS / 2)
     await link.close()
+    transport.close()
+
+
+async def test_a_holder_closes_once_ucx_lets_go_of_what_it_was_sending(holder: Node) -> None:
+    """The pool is given up next."""
+    links: list[Link] = []
+    closing, stubborn, transport = side(holder), StubbornRequest(), Transport("")
+
+    def admit(link: Link) -> None:
+        links.append(link)
+        closing._admit(link)
+
+    listener, port = transport.listen(admit)
+    reader = transport.connect("127.0.0.1", port)
+    reader.greet(encode_opening(new_nonce()))
+    await asyncio.wait_for(reader.greeting(OPENING_BYTES), HANDSHAKE_SECONDS)
+    links[0]._posted.append((stubborn, None, None))
+    closed = asyncio.create_task(closing.close())
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+        assert not closed.done()
+    stubborn.completed = True
+    await asyncio.wait_for(closed, 10)
+    del listener
+    await reader.close()
     transport.close()
 
 
