@@ -141,6 +141,23 @@ async def test_blocks_that_are_digested_while_the_connector_closes_are_not_publi
     assert owner.first_stats.blocks_published == 4
 
 
+@pytest.mark.parametrize("names", ["cuda_ipc"])
+async def test_closing_lets_go_of_the_memory_of_peers_after_the_copy_under_way(pair: Pair) -> None:
+    peer = pair.peer
+    peer.device.gate.clear()
+    fetch = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(peer.device.waiting.wait, 10)
+    closing = asyncio.create_task(peer.connector.close())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not closing.done(), "the device still works"
+    peer.device.gate.set()
+    await closing
+    assert [mapped.closed for mapped in peer.device.opened] == [True]
+    with pytest.raises(KVError, match="closed during a fetch"):
+        await fetch
+
+
 @pytest.mark.parametrize("names", ["cuda_ipc", "cuda_ipc,ucx"])
 async def test_a_pool_that_can_not_be_mapped_is_fetched_from_over_ucx_or_not_at_all(names: str, pair: Pair) -> None:
     pair.peer.device.unmappable = True
