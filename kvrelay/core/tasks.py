@@ -2,7 +2,6 @@
 one that may not be interrupted."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
@@ -17,16 +16,16 @@ async def end_tasks(*tasks: "asyncio.Task[Any] | None") -> None:
 
 
 async def first_of(*waits: Awaitable[object]) -> int:
-    """Returns the index of the one that ends first, and cancels the others."""
+    """Returns the index of the one that ends first, or raises what that one has raised. The others are cancelled, and
+    have ended by then."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks.index(next(iter(done)))
     finally:
-        for task in tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*tasks)
+    first = next(iter(done))
+    first.result()
+    return tasks.index(first)
 
 
 async def uninterrupted(work: Coroutine[Any, Any, object]) -> None:

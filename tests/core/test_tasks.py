@@ -1,8 +1,10 @@
-"""Waiting for what may not be interrupted."""
+"""Waiting for the first of several things, and for what may not be interrupted."""
 
 import asyncio
 
-from kvrelay.core.tasks import uninterrupted
+import pytest
+
+from kvrelay.core.tasks import first_of, uninterrupted
 
 TIMEOUT = 10.0
 
@@ -22,3 +24,46 @@ async def test_a_caller_that_may_not_be_interrupted_is_cancelled_afterwards() ->
     is_quiet.set()
     await asyncio.wait([caller], timeout=TIMEOUT)
     assert caller.cancelled()
+
+
+class Endless:
+    """Waits for ever, and notes when it has ended, some turns after it was cancelled."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    async def wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            self.has_ended = True
+
+
+async def test_the_first_of_several_is_named_once_the_others_have_ended() -> None:
+    before, behind = Endless(), Endless()
+    assert await asyncio.wait_for(first_of(before.wait(), asyncio.sleep(0), behind.wait()), TIMEOUT) == 1
+    assert before.has_ended and behind.has_ended
+
+
+async def test_a_wait_for_the_first_of_several_that_is_cancelled_leaves_none_of_them() -> None:
+    endless = [Endless(), Endless()]
+    waiting = asyncio.create_task(first_of(*(each.wait() for each in endless)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting], timeout=TIMEOUT)
+    assert waiting.cancelled() and all(each.has_ended for each in endless)
+
+
+async def test_what_the_first_of_several_raises_is_raised_once_the_others_have_ended() -> None:
+    """Also those behind it."""
+    before, behind = Endless(), Endless()
+
+    async def fail() -> None:
+        raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"):
+        await asyncio.wait_for(first_of(before.wait(), fail(), behind.wait()), TIMEOUT)
+    assert before.has_ended and behind.has_ended
