@@ -1,6 +1,7 @@
 """The tokenizer of a model directory: long texts, the bytes of tokens, and directories without one."""
 
 import asyncio
+import json
 import threading
 import time
 from itertools import pairwise
@@ -157,3 +158,13 @@ def test_a_directory_without_a_tokenizer_is_a_model_load_error(tmp_path: Path) -
         Tokenizer.load(str(tmp_path / "absent"))
     with pytest.raises(ModelLoadError, match="the model's name is empty"):
         Tokenizer.load("")
+
+
+def test_code_in_a_models_directory_is_not_run(tmp_path: Path) -> None:
+    directory, trace = write_tokenizer(tmp_path), tmp_path / "trace"
+    (directory / "custom.py").write_text(f"open({str(trace)!r}, 'w')")
+    named = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": ["custom.Custom", None]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(ModelLoadError, match="custom code"):
+        Tokenizer.load(str(directory))
+    assert not trace.exists()
