@@ -10,7 +10,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         said, default = action.help or "", action.default
-        is_unset = default is None or default is False or default is argparse.SUPPRESS
+        is_unset = default in (None, "") or default is False or default is argparse.SUPPRESS
         if is_unset or not action.option_strings or "default" in said:
             return said
         shown = shlex.join(map(str, default)) if isinstance(default, list | tuple) else default

@@ -25,6 +25,7 @@ import torch
 
 from bench.arguments import positive, script_parser
 from bench.child import Child, child
+from bench.figures import Figure, add_json_file, write_figures
 from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector
 from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
@@ -207,8 +208,9 @@ class Yardstick:
     rate: Callable[[], float]
 
 
-async def in_turn(backend: str, place: Place, turns: int, yardstick: Yardstick) -> None:
-    """Measures the yardstick and `backend` alternately, and prints both rates of every turn and the median ratio."""
+async def in_turn(backend: str, place: Place, turns: int, yardstick: Yardstick) -> Figure:
+    """Measures the yardstick and `backend` alternately, prints both rates of every turn and the median ratio, and
+    returns the latter."""
     label = f"{place.way(backend):13} {place.size:>8}"
     ratios: list[float] = []
     for _ in range(turns):
@@ -217,11 +219,12 @@ async def in_turn(backend: str, place: Place, turns: int, yardstick: Yardstick) 
         ratios.append(rate / reached)
         rates = f"{rate / 1e9:6.2f} GB/s, {yardstick.name} {reached / 1e9:6.2f} GB/s"
         print(f"{label}: {rates}, ratio {ratios[-1]:.2f}", flush=True)
+    ratio = statistics.median(ratios)
     print(
-        f"{label}: median ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, "
-        f"{turns} turns)",
+        f"{label}: median ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {turns} turns)",
         flush=True,
     )
+    return Figure(f"{place.way(backend)}, {place.size}: of {yardstick.name.strip()}", ratio)
 
 
 def plain_copy(place: Place) -> Yardstick:
@@ -235,7 +238,7 @@ def bare_ucxx(place: Place) -> Yardstick:
     return Yardstick("bare ucxx ", lambda: bare_rate(place.layout.block_bytes, place.count, _ROUNDS))
 
 
-async def redis(place: Place, url: str) -> None:
+async def redis(place: Place, url: str) -> Figure:
     prefix = f"bench-{place.layout.block_bytes}"
     settings = ConnectorSettings(redis=RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60))
     pool = place.pool("redis", "bench", settings)
@@ -245,22 +248,25 @@ async def redis(place: Place, url: str) -> None:
     finally:
         await pool.connector.close()
     print(f"redis         {place.size:>8}: {rate / 1e9:6.2f} GB/s")
+    return Figure(f"redis, {place.size}", rate / 1e9, "GB/s")
 
 
-async def measure(place: Place, turns: int, redis_url: str | None) -> None:
+async def measure(place: Place, turns: int, redis_url: str | None) -> list[Figure]:
     """Measures every connector that works on this machine with blocks of one size."""
+    figures: list[Figure] = []
     has_ucx = importlib.util.find_spec("ucxx") is not None
     if place.device.type == "cuda":
         for backend in ("shared_memory", "ucx") if has_ucx else ("shared_memory",):
             for directly in (True, False):
                 there = replace(place, directly=directly)
-                await in_turn(backend, there, turns, plain_copy(there))
+                figures.append(await in_turn(backend, there, turns, plain_copy(there)))
     else:
-        await in_turn("shared_memory", place, turns, plain_copy(place))
+        figures.append(await in_turn("shared_memory", place, turns, plain_copy(place)))
         if has_ucx:
-            await in_turn("ucx", place, turns, bare_ucxx(place))
+            figures.append(await in_turn("ucx", place, turns, bare_ucxx(place)))
     if redis_url:
-        await redis(place, redis_url)
+        figures.append(await redis(place, redis_url))
+    return figures
 
 
 async def run(argv: Sequence[str] | None = None) -> None:
@@ -273,6 +279,7 @@ async def run(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--backend", default="shared_memory", help=argparse.SUPPRESS)
     parser.add_argument("--directly", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--own", choices=BLOCK_SIZES, help=argparse.SUPPRESS)
+    add_json_file(parser)
     arguments = parser.parse_args(argv)
     if arguments.megabytes < 2:
         parser.error("--megabytes: a pool needs at least 2, the size of one large block")
@@ -282,9 +289,11 @@ async def run(argv: Sequence[str] | None = None) -> None:
     if arguments.own:
         await own(arguments.backend, Place(arguments.own, arguments.megabytes, device, arguments.directly))
         return
+    figures: list[Figure] = []
     for size in arguments.sizes:
         place = Place(size, arguments.megabytes, device, arguments.directly)
-        await measure(place, arguments.turns, arguments.redis_url)
+        figures += await measure(place, arguments.turns, arguments.redis_url)
+    write_figures(arguments.json_file, figures)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ from paged_kernels.registry import select_backend
 
 from bench.arguments import positive, script_parser
 from bench.even_batch import even_batch
+from bench.figures import Figure, add_json_file, write_figures
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
 from bench.timing import torch_computes, wall_seconds
 from kvrelay.core.option_types import Quantization
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--weights", nargs="+", choices=FORMS, default=FORMS, help="forms to measure; ratios are to the first one"
     )
+    add_json_file(parser)
     arguments = parser.parse_args(argv)
     if arguments.context > MAX_MODEL_LEN:
         parser.error(f"--context: a sequence has at most {MAX_MODEL_LEN} tokens")
@@ -70,13 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         models = {form: _load(arguments.shape, form) for form in arguments.weights}
     except ValueError as error:
         parser.error(f"--weights: {error}")
+    figures: list[Figure] = []
     for batch in arguments.batch:
         steps = [_decode(name, model, batch, arguments.context) for name, model in models.items()]
-        _measure(f"batch {batch:3}", steps, arguments.rounds)
+        figures += _measure(batch, steps, arguments.rounds)
+    write_figures(arguments.json_file, figures)
 
 
 @torch.inference_mode()
-def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
+def _measure(batch: int, steps: Sequence[Step], rounds: int) -> list[Figure]:
+    """Prints what has been measured, and returns it."""
     memory = _memory()
     reads: list[float] = []
     seconds: dict[str, list[float]] = {step.name: [] for step in steps}
@@ -90,8 +95,11 @@ def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
         if index:
             reads.append(memory.nbytes / read)
     plain = seconds[steps[0].name]
-    print(f"{title}: memory read {statistics.median(reads) / 1e9:.1f} GB/s")
+    bandwidth = statistics.median(reads)
+    print(f"batch {batch:3}: memory read {bandwidth / 1e9:.1f} GB/s")
+    figures = [Figure(f"batch {batch}: memory read", bandwidth / 1e9, "GB/s")]
     for step in steps:
+        name = f"batch {batch}, {step.name}"
         times = seconds[step.name]
         ratio = statistics.median(a / b for a, b in zip(times, plain, strict=True))
         share = statistics.median(step.num_bytes / a / read for a, read in zip(times, reads, strict=True))
@@ -99,6 +107,12 @@ def _measure(title: str, steps: Sequence[Step], rounds: int) -> None:
             f"  {step.name:6} {statistics.median(times) * 1e3:7.2f} ms (best {min(times) * 1e3:.2f}), {ratio:.2f} of "
             f"{steps[0].name}; {step.num_bytes / 1e6:.0f} MB at {share:.0%} of the read bandwidth"
         )
+        figures += [
+            Figure(f"{name}: step", statistics.median(times) * 1e3, "ms"),
+            Figure(f"{name}: of the read bandwidth", share),
+            Figure(f"{name}: of {steps[0].name}", ratio),
+        ]
+    return figures
 
 
 def _memory() -> torch.Tensor:

@@ -25,6 +25,7 @@ from typing import cast
 import grpc
 
 from bench.arguments import positive, script_parser
+from bench.figures import Figure, add_json_file, write_figures
 from bench.python_speed import python_speed
 from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import KVRelayError, UnavailableError
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=positive, default=15, help="requests of each length, besides one to warm up")
     parser.add_argument("--output-len", type=int, default=16, help="output tokens of each request, at least 3")
     parser.add_argument("--connector", default="shared_memory", help="how KV moves: shared_memory, ucx or redis")
+    add_json_file(parser)
     arguments = parser.parse_args(argv)
     if arguments.output_len < 3:
         parser.error("--output-len: at least 3, so that there is a gap besides the first one")
@@ -63,12 +65,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(python_speed(), flush=True)
     try:
         with local_cluster(str(Path(arguments.model)), options) as address:
-            asyncio.run(_measure(address.grpc, address.model, arguments))
+            figures = asyncio.run(_measure(address.grpc, address.model, arguments))
     except KVRelayError as error:
         sys.exit(f"bench.first_decode_step: {error}")
+    write_figures(arguments.json_file, figures)
 
 
-async def _measure(address: str, model: str, arguments: argparse.Namespace) -> None:
+async def _measure(address: str, model: str, arguments: argparse.Namespace) -> list[Figure]:
+    """Prints what has been measured, and returns it."""
+    figures: list[Figure] = []
     draw = random.Random(0)
     vocab_size = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     ids = range(_FIRST_ID, min(_MAX_ID, vocab_size))
@@ -79,7 +84,8 @@ async def _measure(address: str, model: str, arguments: argparse.Namespace) -> N
             for _ in range(arguments.requests + 1):
                 prompt = [draw.choice(ids) for _ in range(length)]
                 timings.append(await _generate(stub, model, prompt, arguments.output_len))
-            _report(length, timings[1:])  # the first one warms up
+            figures.append(_report(length, timings[1:]))  # the first one warms up
+    return figures
 
 
 async def _generate(stub: "router_pb2_grpc.RouterAsyncStub", model: str, prompt: list[int], output_len: int) -> Timing:
@@ -98,15 +104,17 @@ async def _generate(stub: "router_pb2_grpc.RouterAsyncStub", model: str, prompt:
     return Timing(1e3 * trace.handover_seconds, first, statistics.median(others))
 
 
-def _report(length: int, timings: list[Timing]) -> None:
+def _report(length: int, timings: list[Timing]) -> Figure:
     handovers = sorted(timing.handover for timing in timings)
     late = statistics.median(timing.first_gap - timing.step for timing in timings)
     step = statistics.median(timing.step for timing in timings)
+    handover = statistics.median(handovers)
     print(
-        f"{length} prompt tokens: hand-over {statistics.median(handovers):.1f} ms after the first token (median of "
+        f"{length} prompt tokens: hand-over {handover:.1f} ms after the first token (median of "
         f"{len(handovers)}; {handovers[0]:.1f} to {handovers[-1]:.1f}); first gap {late:.1f} ms above a step's "
         f"{step:.1f} ms"
     )
+    return Figure(f"{length} prompt tokens: hand-over", handover, "ms")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.arguments import positive, script_parser
 from bench.child import child
+from bench.figures import Figure, add_json_file, write_figures
 from bench.python_speed import python_speed
 from kvrelay.core.errors import KVRelayError
 
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=1, help="starts before these that do not count")
     parser.add_argument("--threads", type=positive, help="CPU threads of the node; default: the node's own default")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a start may take")
+    add_json_file(parser)
     arguments = parser.parse_args(argv)
     if arguments.warmup < 0:
         parser.error("--warmup must be at least 0")
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{Path(arguments.model).name}: ready after {statistics.median(seconds):.2f} s (median of {len(seconds)}; "
         f"{min(seconds):.2f} to {max(seconds):.2f})"
     )
+    write_figures(arguments.json_file, [Figure("ready after", statistics.median(seconds), "s")])
 
 
 def start_seconds(arguments: Sequence[str], timeout: float) -> float:

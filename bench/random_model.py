@@ -184,6 +184,15 @@ def write_random_model(
     return directory
 
 
+def kept_model(directory: Path, shape: str) -> Path:
+    """Returns the model of a shape that is kept in `directory` between runs. It is written once, and has its name only
+    when it is whole."""
+    model = directory / "models" / shape
+    if not model.is_dir():
+        write_random_model(model.with_name(f"{shape}.partial"), shape).rename(model)
+    return model
+
+
 def write_byte_tokenizer(directory: Path, *, vocab_size: int) -> None:
     """Writes a tokenizer whose ids below 256 are single bytes, followed by three special tokens. All further ids decode
     to words like " t300", which no text is encoded to."""

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 
 from bench.arguments import positive, script_parser
 from bench.child import child
+from bench.figures import Figure, add_json_file, write_figures
 from bench.proc_stat import processor_seconds
 from bench.python_speed import python_speed
 from bench.whole_run import whole_run
@@ -46,8 +47,8 @@ wrk.body = [==[{body}]==]
 """
 
 
-def throughput(url: str, router: int, options: argparse.Namespace) -> None:
-    """Prints what the router with the process id `router` streams at `url`."""
+def throughput(url: str, router: int, options: argparse.Namespace) -> list[Figure]:
+    """Prints and returns what the router with the process id `router` streams at `url`."""
     before = processor_seconds(router)
     result = whole_run(
         ThroughputBenchSettings(
@@ -62,17 +63,22 @@ def throughput(url: str, router: int, options: argparse.Namespace) -> None:
     )
     summary = result.summary
     per_token = (processor_seconds(router) - before) / summary.output_tokens
+    protocol = url.partition(":")[0]
     print(
-        f"{url.partition(':')[0]}, {options.concurrency} streams: {summary.output_tokens_per_second:8.0f} tokens/s; of "
+        f"{protocol}, {options.concurrency} streams: {summary.output_tokens_per_second:8.0f} tokens/s; of "
         f"a core, the router took {per_token * 1e6:.1f} us for each ({1 / per_token:.0f} a second), this client "
         f"{result.client_cpu_seconds / summary.output_tokens * 1e6:.1f} us",
         flush=True,
     )
+    return [
+        Figure(f"{protocol}: streamed", summary.output_tokens_per_second, "tokens/s"),
+        Figure(f"{protocol}: processor time of a token", per_token * 1e6, "us"),
+    ]
 
 
-def throughput_by_wrk(url: str, options: argparse.Namespace) -> None:
-    """Prints what wrk measures: it counts whole responses, each of which has a known number of tokens. Raises
-    UnavailableError when wrk fails."""
+def throughput_by_wrk(url: str, options: argparse.Namespace) -> Figure:
+    """Prints and returns what wrk measures: it counts whole responses, each of which has a known number of tokens.
+    Raises UnavailableError when wrk fails."""
     body = {"model": MODEL, "prompt": [70] * 32, "max_tokens": options.output_len, "temperature": 0, "stream": True}
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(WRK_SCRIPT.replace("{body}", json.dumps(body | {"ignore_eos": True})))
@@ -88,10 +94,11 @@ def throughput_by_wrk(url: str, options: argparse.Namespace) -> None:
     [line] = [line for line in output.splitlines() if line.startswith("Requests/sec")]
     rate = float(line.split()[1]) * options.output_len
     print(f"http by wrk, {options.concurrency} streams: {rate:8.0f} tokens/s", flush=True)
+    return Figure("http by wrk: streamed", rate, "tokens/s")
 
 
-def added_ttft(url: str, node: str, options: argparse.Namespace) -> None:
-    """Prints the time to first token at `url` and at the node itself, measured in turn."""
+def added_ttft(url: str, node: str, options: argparse.Namespace) -> Figure:
+    """Prints the time to first token at `url` and at the node itself, measured in turn. Returns the difference."""
 
     def through_router(seed: int) -> float:
         result = whole_run(
@@ -113,11 +120,13 @@ def added_ttft(url: str, node: str, options: argparse.Namespace) -> None:
     ]
     added = statistics.median(routed - straight for routed, straight in pairs)
     routed, straight = (statistics.median(values) for values in zip(*pairs, strict=True))
+    protocol = url.partition(":")[0]
     print(
-        f"{url.partition(':')[0]}, prompt of 1,000 tokens: TTFT p50 {routed * 1e3:.2f} ms, directly at the node "
+        f"{protocol}, prompt of 1,000 tokens: TTFT p50 {routed * 1e3:.2f} ms, directly at the node "
         f"{straight * 1e3:.2f} ms: the router adds {added * 1e3:.2f} ms",
         flush=True,
     )
+    return Figure(f"{protocol}: added to TTFT", added * 1e3, "ms")
 
 
 async def node_ttft(address: str, requests: int) -> float:
@@ -153,7 +162,7 @@ def router_arguments(options: argparse.Namespace, node: str) -> list[str]:
     return [*profiled, "-m", "router", options.model, "--decode-nodes", node, *flags]
 
 
-def measure_router(options: argparse.Namespace, vocab_size: int) -> None:
+def measure_router(options: argparse.Namespace, vocab_size: int) -> list[Figure]:
     """Raises KVRelayError when the node or the router does not start, or a request fails; KeyboardInterrupt
     after Ctrl-C."""
     node_arguments = ["-m", "bench.fake_decode_node", "--vocab-size", str(vocab_size)]
@@ -161,13 +170,13 @@ def measure_router(options: argparse.Namespace, vocab_size: int) -> None:
         node = fake_node.read_line()
         with child("the router", router_arguments(options, node)) as router:
             ready = json.loads(router.read_line())
+            figures: list[Figure] = []
             urls = [f"http://{ready['http_address']}", f"grpc://{ready['grpc_address']}"]
             for url in urls:
-                throughput(url, router.process.pid, options)
+                figures += throughput(url, router.process.pid, options)
             if options.wrk:
-                throughput_by_wrk(urls[0], options)
-            for url in urls:
-                added_ttft(url, node, options)
+                figures.append(throughput_by_wrk(urls[0], options))
+            return figures + [added_ttft(url, node, options) for url in urls]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=5, help="turns that router and node take for TTFT")
     parser.add_argument("--wrk", action="store_true", help="also measure with wrk, which must be installed")
     parser.add_argument("--profile", type=Path, help="write the router's cProfile here (it is much slower then)")
+    add_json_file(parser)
     options = parser.parse_args(argv)
     if options.wrk and shutil.which("wrk") is None:
         parser.error("--wrk: there is no program wrk in PATH; install it, or leave --wrk out")
@@ -194,11 +204,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"there is no {tokenizer}: give the directory of a model")
     print(python_speed(), flush=True)
     try:
-        measure_router(options, Tokenizer.from_file(str(tokenizer)).get_vocab_size())
+        figures = measure_router(options, Tokenizer.from_file(str(tokenizer)).get_vocab_size())
     except KVRelayError as error:
         sys.exit(f"bench.router_throughput: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    write_figures(options.json_file, figures)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from outside; "results" is whatever else a step does. Every part is given as its
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from bench.arguments import positive, script_parser
+from bench.figures import Figure, add_json_file, write_figures
 from bench.python_speed import python_speed
 from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ from kvrelay.engine.startup import PreparedEngine, prepare_engine
 
 _WARMUP_STEPS = 10
 _PARTS = ("schedule", "inputs", "forward", "sampling")
+_COLUMNS = (*_PARTS, "results", "overhead", "step")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--logprobs", type=int, help="log-probabilities of so many likely tokens beside each (default: none)"
     )
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads")
-    parser.add_argument("--json-file", type=Path, help="also write the table here, as JSON")
+    add_json_file(parser)
     arguments = parser.parse_args(argv)
     found: list[Measurement] = []
     try:
@@ -113,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"bench.step_overhead: {error}")
     print(python_speed())
     print(_table(found))
-    if arguments.json_file is not None:
-        arguments.json_file.write_text(json.dumps([asdict(one) for one in found], indent=2))
+    write_figures(arguments.json_file, [figure for one in found for figure in _figures(one)])
 
 
 def _check(parser: argparse.ArgumentParser, prepared: PreparedEngine, arguments: argparse.Namespace) -> None:
@@ -197,15 +197,20 @@ def _step(engine: Engine, stopwatch: Stopwatch) -> dict[str, float]:
     }
 
 
+def _figures(one: Measurement) -> list[Figure]:
+    name, values = f"{one.model}, batch {one.batch}", asdict(one)
+    columns = [Figure(f"{name}: {column}", values[column], "ms") for column in _COLUMNS]
+    return [*columns, Figure(f"{name}: overhead of a step", one.overhead_share)]
+
+
 def _table(found: Sequence[Measurement]) -> str:
-    parts = ("schedule", "inputs", "forward", "sampling", "results", "overhead", "step")
     lines = [
-        f"| model | batch | {' | '.join(f'{part} ms' for part in parts)} | overhead % |",
-        "|---|---|" + "---|" * (len(parts) + 1),
+        f"| model | batch | {' | '.join(f'{column} ms' for column in _COLUMNS)} | overhead % |",
+        "|---|---|" + "---|" * (len(_COLUMNS) + 1),
     ]
     for one in found:
         values = asdict(one)
-        cells = " | ".join(f"{values[part]:.3f}" for part in parts)
+        cells = " | ".join(f"{values[column]:.3f}" for column in _COLUMNS)
         lines.append(f"| {one.model} | {one.batch} | {cells} | {100 * one.overhead_share:.1f} |")
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ from bench.peers.transformers_serve import TransformersServe
 from bench.peers.vllm_cpu import VllmCpu
 from bench.peers.vllm_nixl import VllmNixl
 from bench.peers.workloads import WORKLOADS, vocabulary_settings
-from bench.random_model import SHAPES, write_random_model
+from bench.random_model import SHAPES, kept_model
 from bench.topology import Topology
 from kvrelay.bench.result import environment
 from kvrelay.core.config import ProcessSettings, load_settings
@@ -179,7 +179,7 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
     peer = _peer(settings)
     say(f"installing {settings.peer} into {directory} (minutes, the first time)")
     peer.install(directory / FOLDERS.get(settings.peer, settings.peer))
-    model = model_of(settings, directory)
+    model = kept_model(directory, settings.shape)
     vocab_size = SHAPES[settings.shape]().vocab_size
 
     def directory_of(engine: Engine | Worker) -> Path:
@@ -207,15 +207,6 @@ def _comparison(settings: PeersSettings, directory: Path) -> Comparison | InProc
         workloads=settings.workloads or WORKLOADS,
         scale=settings.scale,
     )
-
-
-def model_of(settings: PeersSettings, directory: Path) -> Path:
-    """Returns the random model. It is written once, and has its name only when it is whole."""
-    model = directory / "models" / settings.shape
-    if not model.is_dir():
-        partial = model.with_name(f"{settings.shape}.partial")
-        write_random_model(partial, settings.shape).rename(model)
-    return model
 
 
 def kvrelay_of(settings: PeersSettings) -> Kvrelay:

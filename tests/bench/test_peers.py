@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from bench import random_model
 from bench.peers import processes
-from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, model_of, render, server_of
+from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, render, server_of
 from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
 from bench.peers.environment import Environment
@@ -25,7 +25,7 @@ from bench.peers.processes import await_rest, run, started
 from bench.peers.vllm_nixl import FEW_CORES
 from bench.peers.worker_kvrelay import figures_of_job
 from bench.peers.workloads import Figure, settings_of, vocabulary_settings
-from bench.random_model import write_byte_tokenizer, write_random_model
+from bench.random_model import kept_model, write_byte_tokenizer, write_random_model
 from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 
@@ -149,11 +149,10 @@ def test_an_environment_whose_making_was_interrupted_is_made_whole(tmp_path: Pat
 def test_a_model_whose_writing_was_interrupted_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = PeersSettings(shape="tiny")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(random_model, "write_byte_tokenizer", Mock(side_effect=KeyboardInterrupt))
-        model_of(settings, tmp_path)
-    model = model_of(settings, tmp_path)
+        kept_model(tmp_path, "tiny")
+    model = kept_model(tmp_path, "tiny")
     assert {path.name for path in model.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert [path.name for path in model.parent.iterdir()] == ["tiny"]
 

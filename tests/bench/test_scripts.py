@@ -1,4 +1,5 @@
-"""Every benchmark script of `bench/` runs with a tiny model and prints what it is for. Times are never looked at."""
+"""Every benchmark script of `bench/` runs with a tiny model, prints what it is for, and gives the suite of targets the
+figures that it asks for. Times are never looked at."""
 
 import asyncio
 import importlib.util
@@ -35,6 +36,8 @@ from bench import (
     step_overhead,
 )
 from bench.child import child
+from bench.cpu.targets import MEASUREMENTS
+from bench.figures import read_figures
 from bench.random_model import write_random_model
 from bench.whole_run import whole_run
 from kvrelay.bench.settings import LatencyBenchSettings
@@ -64,6 +67,19 @@ def check(shown: str, *labels: str) -> None:
         assert label in shown
 
 
+def check_figures(path: Path, measurement: str, *, instead: dict[str, str] | None = None, without: str = "no") -> None:
+    """Checks that a file has the figures that the suite shows of a measurement. `instead` has what a script that was
+    told to do something smaller writes in place of parts of their names; those that begin with `without` are left out.
+    """
+    [targets] = [one.targets for one in MEASUREMENTS if one.name == measurement]
+    names = {target.figure for target in targets if not target.figure.startswith(without)}
+    for text, other in (instead or {}).items():
+        names = {name.replace(text, other) for name in names}
+    figures = {figure.name: figure.value for figure in read_figures(path)}
+    assert names and names <= figures.keys()
+    assert all(value > 0 or name.endswith("added to TTFT") for name, value in figures.items())
+
+
 @pytest.mark.parametrize(
     ("main", "command", "defaults"),
     [
@@ -82,12 +98,20 @@ def test_help_has_the_command_and_the_defaults(
     assert not any(f"(default: {unset}" in shown for unset in ("None", "False", "=="))
 
 
-def test_decode_step(capsys: Capture) -> None:
-    forms = ["none", "shared", "int8", "awq"]
-    decode_step.main(["--shape", "small", "--batch", "2", "--context", "20", "--rounds", "1", "--weights", *forms])
+def test_decode_step(tmp_path: Path, capsys: Capture) -> None:
+    forms = ["none", "shared", "int8", "int4", "awq"]
+    path = tmp_path / "figures.json"
+    small = ["--shape", "small", "--batch", "2", "--context", "20", "--rounds", "1", "--json-file", str(path)]
+    decode_step.main([*small, "--weights", *forms])
+    check_figures(path, "decode-step", instead={"batch 1,": "batch 2,"})
     shown = capsys.readouterr().out
     check(shown, "small, 20 tokens of KV each", "batch   2: memory read", *(f"loaded as {form} in" for form in forms))
-    check(shown, *(f"  {form:6} " for form in ("bf16", "shared", "int8", "awq")), "of bf16; ", "of the read bandwidth")
+    check(
+        shown,
+        *(f"  {form:6} " for form in ("bf16", "shared", "int8", "int4", "awq")),
+        "of bf16; ",
+        "of the read bandwidth",
+    )
 
 
 def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
@@ -98,8 +122,10 @@ def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     step_overhead.main([tiny, "--batch", "1", "3", *short, *sampling, "--json-file", str(path)])
     shown = capsys.readouterr().out
     check(shown, "Python here and now: ", "| model | batch | schedule ms |", "| tiny | 1 |", "| tiny | 3 |")
-    for row in json.loads(path.read_text()):
-        assert all(row[part] > 0 for part in ("schedule", "inputs", "forward", "sampling", "results"))
+    instead = {"model,": "tiny,", "qwen2-0.5b,": "tiny,", "batch 16": "batch 3"}
+    check_figures(path, "step-overhead", instead=instead)
+    parts = ("schedule", "inputs", "forward", "sampling", "results", "step")
+    assert {f"tiny, batch 1: {part}" for part in parts} <= {figure.name for figure in read_figures(path)}
 
 
 def test_kernel_speed(capsys: Capture) -> None:
@@ -132,14 +158,19 @@ def test_prefill_step(quantization: str, tiny: str, capsys: Capture) -> None:
     assert quantization == "none" or shown.count("with bfloat16") == 2
 
 
-def test_first_decode_step(tiny: str, capsys: Capture) -> None:
-    first_decode_step.main([tiny, "--prompt-len", "40", "--requests", "1", "--output-len", "64"])
+def test_first_decode_step(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "figures.json"
+    small = ["--prompt-len", "40", "--requests", "1", "--output-len", "64"]
+    first_decode_step.main([tiny, *small, "--json-file", str(path)])
+    check_figures(path, "first-decode-step", instead={"1500 ": "40 ", "512 ": "40 ", "128 ": "40 "})
     check(capsys.readouterr().out, "Python here and now: ", "40 prompt tokens: hand-over ", "first gap ")
 
 
-def test_connectors() -> None:
+def test_connectors(tmp_path: Path) -> None:
     """Runs the script in a process of its own, like the one it fetches from."""
+    path = tmp_path / "figures.json"
     command = [sys.executable, "-m", "bench.connectors", "--megabytes", "4", "--turns", "1", "--sizes", "128 KiB"]
+    command += ["--json-file", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     check(
@@ -149,12 +180,16 @@ def test_connectors() -> None:
         "shared_memory  128 KiB: median ratio ",
         ", 1 turns)",
     )
-    assert ("bare ucxx" in done.stdout) == (importlib.util.find_spec("ucxx") is not None)
+    has_ucx = importlib.util.find_spec("ucxx") is not None
+    assert ("bare ucxx" in done.stdout) == has_ucx
+    check_figures(path, "connectors", instead={"2 MiB": "128 KiB"}, without="no" if has_ucx else "ucx")
 
 
-def test_router_throughput(capsys: Capture) -> None:
+def test_router_throughput(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "figures.json"
     load = ["--requests", "4", "--concurrency", "2", "--output-len", "4"]
-    router_throughput.main([DEMO, *load, "--ttft-requests", "2", "--rounds", "1"])
+    router_throughput.main([DEMO, *load, "--ttft-requests", "2", "--rounds", "1", "--json-file", str(path)])
+    check_figures(path, "router", without="http by wrk")
     shown = capsys.readouterr().out
     for protocol in ("http", "grpc"):
         check(shown, f"{protocol}, 2 streams: ", f"{protocol}, prompt of 1,000 tokens: TTFT p50 ")
@@ -169,8 +204,10 @@ def test_serve_vs_generate(tmp_path: Path, capsys: Capture) -> None:
     assert list(json.loads(path.read_text())["clusters"]) == ["0P+1D"]
 
 
-def test_node_startup(tiny: str, capsys: Capture) -> None:
-    node_startup.main([tiny, "--runs", "1", "--warmup", "0", "--threads", "1"])
+def test_node_startup(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "figures.json"
+    node_startup.main([tiny, "--runs", "1", "--warmup", "0", "--threads", "1", "--json-file", str(path)])
+    check_figures(path, "node-startup")
     check(capsys.readouterr().out, "tiny: ready after ", " s (median of 1; ")
 
 

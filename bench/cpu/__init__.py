@@ -1,0 +1,1 @@
+"""Our targets on CPUs, and what measures whether they are met."""

@@ -1,0 +1,105 @@
+"""Results of the suite: a file to which each measurement is written when it has ended, and a table of several files.
+
+The file is JSON lines, one for each measurement. Invariant: of those with the same name the last one counts.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.cpu.targets import MEASUREMENTS, Target
+
+_SYMBOLS = {True: "✓", False: "✗", None: "?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A figure by its name, with a value for each round. For a ratio of two engines `ours` and `theirs` are the medians
+    of both."""
+
+    name: str
+    values: tuple[float, ...]
+    unit: str = ""
+    ours: float | None = None
+    theirs: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One measurement, as it was made. `commit` ends with + if files had been changed since. `problem` says why figures
+    are missing, and is empty if none are."""
+
+    measurement: str
+    commands: tuple[str, ...]
+    commit: str
+    environment: Mapping[str, object]
+    figures: tuple[Values, ...]
+    problem: str = ""
+
+
+def add_result(path: Path, result: Result) -> None:
+    """Appends a result to a file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """Returns the results of a file by measurement; none if there is no such file."""
+    found: dict[str, Result] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        figures = tuple(Values(**{**one, "values": tuple(one["values"])}) for one in entry.pop("figures"))
+        result = Result(**{**entry, "commands": tuple(entry["commands"])}, figures=figures)
+        found[result.measurement] = result
+    return found
+
+
+def verdict(target: Target, values: Sequence[float]) -> bool | None:
+    """Tells whether a target was met: in all rounds, in none, or only in some (None)."""
+    met = {target.is_met(value) for value in values}
+    return met.pop() if len(met) == 1 else None
+
+
+def report(columns: Mapping[str, Mapping[str, Result]]) -> str:
+    """Returns a table in Markdown, with a line for each figure and a column for the results of each file, and below it
+    where they come from, what failed, and what none of the files has."""
+    missing = [one.name for one in MEASUREMENTS if not any(one.name in results for results in columns.values())]
+    lines = [f"| measurement | figure | target | {' | '.join(columns)} |", "|---|---|---|" + "---|" * len(columns)]
+    for measurement in MEASUREMENTS:
+        if measurement.name in missing:
+            continue
+        for index, target in enumerate(measurement.targets):
+            cells = [_cell(target, results.get(measurement.name)) for results in columns.values()]
+            name = "" if index else measurement.name
+            lines.append(f"| {name} | {target.figure} | {target} | {' | '.join(cells)} |")
+    lines.append("\n✓: the target was met in all rounds, ✗: in none, ?: in some")
+    for name, results in columns.items():
+        lines += [f"{name}: {origin}" for origin in dict.fromkeys(map(_origin, results.values()))]
+        lines += [f"{name}: {one.measurement}: {one.problem}" for one in results.values() if one.problem]
+    return "\n".join([*lines, *([f"not measured: {', '.join(missing)}"] if missing else [])])
+
+
+def _origin(result: Result) -> str:
+    here = result.environment
+    date = str(here["time"]).partition("T")[0]
+    return f"{here['processor']} ({here['products']}), {here['cores']} cores, commit {result.commit}, {date}"
+
+
+def _cell(target: Target, result: Result | None) -> str:
+    """Returns the median with its verdict, and what the rounds gave if there are several. Empty: not measured."""
+    values = next((one for one in result.figures if one.name == target.figure), None) if result else None
+    if values is None or not values.values:
+        return ""
+    shown = _number(statistics.median(values.values)) + (f" {values.unit}" if values.unit else "")
+    if str(target):
+        shown += f" {_SYMBOLS[verdict(target, values.values)]}"
+    if len(values.values) == 1:
+        return shown
+    least, greatest = _number(min(values.values)), _number(max(values.values))
+    return f"{shown} ({least} to {greatest}, {len(values.values)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

