@@ -260,9 +260,9 @@ async def test_the_oldest_lease_ends_when_one_request_has_lacked_room_for_long_w
                 async for _ in events:
                     pass
         idle = node.event_log.load
-        # One request lacks room, then another, then one that came before both, and that one for long.
-        for number, arrival in enumerate([7] * 9 + [8] * 9 + [6] * 21, start=1):
-            assert list(service._leases) == (["a", "b"] if number <= 29 else ["b"])
+        # None lacks room for long, then one does, then another, then one that came before both, and that one for long.
+        for number, arrival in enumerate([0] * 12 + [7] * 9 + [8] * 9 + [6] * 21, start=1):
+            assert list(service._leases) == (["a", "b"] if number <= 41 else ["b"])
             load = replace(idle, num_requests_waiting=1, num_requests_running=1, first_lacking=arrival)
             node.event_log.append([], [], replace(load, num_steps=idle.num_steps + number))
             service._leases.sweep()
