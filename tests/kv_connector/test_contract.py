@@ -34,6 +34,7 @@ from tests.kv_connector.backends import (
     num_leading_fetched,
     write_and_publish,
 )
+from tests.loop_turns import counting_turns
 from tests.redis_server import RedisServer
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -147,6 +148,14 @@ async def test_publishing_a_name_again_is_allowed(node: MakeNode) -> None:
     await write_and_publish(owner, moved(sent, 8))  # a second copy of the same blocks
     owner.connector.retract([0, 1])
     assert set(await peer.connector.fetch(owner.source, sent, timeout=10)) == {FETCHED}
+
+
+async def test_the_loop_turns_while_many_blocks_are_published(node: MakeNode) -> None:
+    """Tokens wait for it."""
+    owner = node("owner")  # whose 2 MiB are more than are digested at a time
+    async with counting_turns() as num_turns:
+        await write_and_publish(owner, blocks(64))
+        assert num_turns() >= 2
 
 
 async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness | DirectHarness) -> None:

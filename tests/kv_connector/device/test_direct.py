@@ -33,6 +33,7 @@ from tests.kv_connector.backends import (
     write_and_publish,
 )
 from tests.kv_connector.device.direct_device import DirectDevice
+from tests.kv_connector.open_files import open_files
 from tests.kv_connector.owner_process import StartOwner
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
@@ -260,10 +261,21 @@ async def test_ucx_without_cuda_refuses_device_memory() -> None:
     """It would use the addresses as if they were the host's."""
     pool = DevicePool(OnGpu(4, LAYOUT.block_bytes), LAYOUT)
     connector = UcxConnector(UcxSettings(CLUSTER_SECRET))
+    before = open_files()
     with pytest.raises(ConfigurationError, match="does not move cuda memory"):
         connector.serve(pool, node_id="node", epoch=EPOCH)
+    assert open_files() == before
     await connector.close()
     pool.stop()
+
+
+async def test_ucx_takes_no_memory_of_the_device_for_what_it_moves() -> None:
+    """ucxx would have it do so. A reader reads from device to device."""
+    node = direct("ucx")
+    assert isinstance(node.connector, UcxConnector)
+    config = node.connector._require().transport._context.config
+    assert (config["RNDV_SCHEME"], config["RNDV_FRAG_MEM_TYPES"]) == ("get_zcopy", "host")
+    await node.close()
 
 
 async def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:

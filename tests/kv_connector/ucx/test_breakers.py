@@ -87,6 +87,12 @@ async def test_a_trial_that_says_nothing_is_followed_by_another(reader: Reader, 
     assert reader.first_stats.skipped == 1
 
 
+async def test_a_fetch_of_nothing_says_nothing_of_its_holder(reader: Reader, port: socket.socket) -> None:
+    for _ in range(3):
+        assert await reader.connector.fetch(source_at(port), [], timeout=60) == ()
+    assert not await reader.leaves_alone(source_at(port))
+
+
 async def test_the_oldest_of_many_lost_holders_is_forgotten_and_none_for_those_that_answer(
     reader: Reader, port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,18 @@ async def test_a_part_of_a_fetch_that_fails_says_nothing_of_the_next_one(
     await holder.connector.close()
 
 
+async def test_a_fetch_without_time_left_costs_no_connection(reader: Node) -> None:
+    """One that is cut off does, since its blocks may be on their way."""
+    holder = node("holder", num_blocks=1)
+    await write_and_publish(holder, blocks(1))
+    assert await reader.connector.fetch(holder.source, blocks(1), timeout=10) == (FETCHED,)
+    [peer] = peers_of(reader)
+    [lane] = peer._idle
+    assert await reader.connector.fetch(holder.source, blocks(1), timeout=0.0) == (FAILED,)
+    assert peer._idle == [lane] and lane.link.alive
+    await holder.connector.close()
+
+
 async def test_peers_without_a_connection_are_closed(reader: Node) -> None:
     for turn in range(3):
         holder = node(f"holder-{turn}", num_blocks=2)
@@ -76,6 +88,10 @@ async def test_peers_without_a_connection_are_closed(reader: Node) -> None:
         await holder.connector.close()
         assert set(await reader.connector.fetch(holder.source, blocks(2), timeout=10)) == {FAILED}
     assert len(peers_of(reader)) == 1
+    assert isinstance(reader.connector, UcxConnector)
+    async with asyncio.timeout(10):
+        while reader.connector._require().leaving:
+            await asyncio.sleep(0)
 
 
 async def test_a_peer_that_is_being_reached_is_not_taken_for_one_without_a_connection(reader: Node) -> None:

@@ -1,8 +1,6 @@
 """What a UCX connector needs to start, and what it leaves when it is closed."""
 
 import asyncio
-import gc
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +10,7 @@ from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.transport import Link
 from kvrelay.core.errors import ConfigurationError
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.open_files import open_files
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 
 
@@ -115,16 +114,12 @@ async def test_without_memory_for_the_pool_nothing_is_left() -> None:
     assert open_files() == before
 
 
-def open_files() -> int:
-    gc.collect()  # earlier tests may have left some in cycles
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_without_a_secret_or_an_address_it_does_not_start() -> None:
     for secret in ("", "k" * 15):
         with pytest.raises(ConfigurationError, match=r"secret of at least 16 characters.*KVRELAY_CLUSTER_SECRET"):
             UcxConnector(UcxSettings(secret))
     UcxConnector(UcxSettings("k" * 16))
-    with pytest.raises(ConfigurationError, match="--ucx-host"):
-        UcxConnector(UcxSettings(CLUSTER_SECRET, host="0.0.0.0"))
+    for host in ("", "0.0.0.0", "::", "*"):  # under which no other node reaches this one
+        with pytest.raises(ConfigurationError, match="--ucx-host"):
+            UcxConnector(UcxSettings(CLUSTER_SECRET, host=host))
     assert CLUSTER_SECRET not in repr(UcxSettings(CLUSTER_SECRET))
