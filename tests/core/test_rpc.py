@@ -345,13 +345,17 @@ async def test_a_refused_connection_is_unavailable_and_a_taken_port_is_a_configu
 class EndlessRouter(FailingRouter):
     """A router that streams more than any window holds."""
 
+    closed_in: "asyncio.Task[None] | None" = None
+
     async def GenerateStream(
         self, request: router_pb2.GenerateRequest, context: object
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        self.begun_in = asyncio.current_task()
         try:
             while True:
                 yield router_pb2.GenerateResponse(request_id="x" * (1 << 20))
         finally:
+            self.closed_in = asyncio.current_task()
             self.closed.set()
 
 
@@ -365,7 +369,7 @@ async def test_a_client_that_takes_nothing_of_its_stream_loses_it() -> None:
             call = router_stub(channel).GenerateStream(router_pb2.GenerateRequest())
             async with asyncio.timeout(30.0):
                 await servicer.closed.wait()  # while the client is still there, and has read nothing
-            assert not call.done()
+            assert not call.done() and servicer.closed_in is servicer.begun_in
             call.cancel()
     finally:
         await server.stop(None)
