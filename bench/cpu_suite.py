@@ -25,7 +25,7 @@ from pathlib import Path
 from paged_kernels.cpu.extension import load_extension
 
 from bench.arguments import positive, script_parser
-from bench.cpu.report import Result, Values, add_result, read_results, report
+from bench.cpu.report import Result, Values, add_result, medians, read_results, report
 from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
 from bench.figures import read_figures
 from kvrelay.bench.result import environment
@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.show:
-        print(report({path.stem: read_results(path) for path in arguments.show}))
+        columns = {path.stem: read_results(path) for path in arguments.show}
+        print(report(columns))
+        if len(columns) == 1:
+            print("\n" + medians(*columns.values()))
         return 0
     names = [measurement.name for measurement in MEASUREMENTS]
     wanted = arguments.only.split(",") if arguments.only else names
@@ -179,8 +182,9 @@ def _figures(measurement: Comparison | Part, files: Sequence[Path]) -> Iterator[
     if isinstance(measurement, Comparison):
         for file in files:
             for one in json.loads(file.read_text())["ratios"]:
-                name = f"{one['workload']} {one['title']}".strip().partition(",")[0]  # a ratio has no unit
-                yield Values(name, tuple(one["by_round"]), ours=one["ours"], theirs=one["theirs"])
+                title, _, unit = one["title"].partition(", ")
+                name = f"{one['workload']} {title}".strip()
+                yield Values(name, tuple(one["by_round"]), unit, one["ours"], one["theirs"])
         return
     runs = [{figure.name: figure for figure in read_figures(file)} for file in files]
     for name, figure in runs[0].items() if runs else ():

