@@ -174,6 +174,7 @@ async def test_another_process_serves_until_it_is_gone(
 ) -> None:
     directory = str(tmp_path)
     child, peer = start_owner("device.owner", names, directory), direct(names, "peer", directory)
+    before = open_files()
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
     assert set(result) == {FETCHED}
     for block in blocks(16):
@@ -185,6 +186,7 @@ async def test_another_process_serves_until_it_is_gone(
     result = await peer.connector.fetch(child.source, blocks(16), timeout=10)
     assert set(result) == {FAILED}
     assert all(mapped.closed for mapped in peer.device.opened), "its memory is let go of"
+    assert not any(path.startswith(directory) for path in open_files() - before)
     again = direct(names, "again", directory)  # sweeps what the dead has left
     for node in (peer, again):
         await node.close()

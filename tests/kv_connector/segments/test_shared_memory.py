@@ -4,7 +4,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,13 @@ from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
+from tests.kv_connector.open_files import open_files
 from tests.kv_connector.owner_process import StartOwner
 from tests.manual_clock import ManualClock
 
 
 def mappings() -> str:
     return Path("/proc/self/maps").read_text()
-
-
-def open_files() -> set[str]:
-    """Returns the paths of this process's open files."""
-    paths = set()
-    for descriptor in list(Path("/proc/self/fd").iterdir()):
-        with suppress(FileNotFoundError):  # that of the list itself
-            paths.add(str(descriptor.readlink()))
-    return paths
 
 
 def files(directory: Path) -> list[str]:
