@@ -19,15 +19,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paged_kernels.cpu.extension import load_extension
 
 from bench.arguments import positive, script_parser
 from bench.cpu.report import Result, Values, add_result, medians, read_results, report
 from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
-from bench.figures import read_figures
+from bench.figures import Figure, read_figures
 from kvrelay.bench.result import environment
 from kvrelay.core.cgroup import available_cores
 
@@ -121,8 +122,13 @@ def _measure(
             files.append(Path(scratch) / f"{index}.json")
             if problem := _run([*_with_paths(command, arguments.directory.resolve()), "--json-file", str(files[-1])]):
                 break
-        figures = tuple(_figures(measurement, [file for file in files if file.exists()]))
-    return Result(measurement.name, shown, commit, here, figures, problem)
+        written = [file for file in files if file.exists()]
+        if isinstance(measurement, Comparison):
+            body = json.loads(written[0].read_text()) if written else {"ratios": [], "peer": {}}
+            ratios = tuple(map(_ratio, body["ratios"]))
+            return Result(measurement.name, shown, commit, here, ratios, problem, body["peer"])
+        figures = tuple(_figures([read_figures(file) for file in written]))
+        return Result(measurement.name, shown, commit, here, figures, problem)
 
 
 def _commands(measurement: Comparison | Part, arguments: argparse.Namespace) -> Iterator[list[str]]:
@@ -178,17 +184,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
 
 
-def _figures(measurement: Comparison | Part, files: Sequence[Path]) -> Iterator[Values]:
-    if isinstance(measurement, Comparison):
-        for file in files:
-            for one in json.loads(file.read_text())["ratios"]:
-                title, _, unit = one["title"].partition(", ")
-                name = f"{one['workload']} {title}".strip()
-                yield Values(name, tuple(one["by_round"]), unit, one["ours"], one["theirs"])
-        return
-    runs = [{figure.name: figure for figure in read_figures(file)} for file in files]
-    for name, figure in runs[0].items() if runs else ():
-        yield Values(name, tuple(run[name].value for run in runs), figure.unit)
+def _ratio(entry: Mapping[str, Any]) -> Values:
+    """Returns one of the ratios that `bench.peers` writes."""
+    title, _, unit = entry["title"].partition(", ")
+    name = f"{entry['workload']} {title}".strip()
+    return Values(name, tuple(entry["by_round"]), unit, entry["ours"], entry["theirs"])
+
+
+def _figures(runs: Sequence[Sequence[Figure]]) -> Iterator[Values]:
+    """Yields the figures of several runs of a script, each with all of its values."""
+    values = [{figure.name: figure.value for figure in run} for run in runs]
+    for figure in runs[0] if runs else ():
+        yield Values(figure.name, tuple(run[figure.name] for run in values), figure.unit)
 
 
 def _describe(measurement: Comparison | Part, arguments: argparse.Namespace) -> None:

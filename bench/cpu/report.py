@@ -6,7 +6,7 @@ The file is JSON lines, one for each measurement. Invariant: of those with the s
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.cpu.targets import MEASUREMENTS, Target
@@ -29,7 +29,7 @@ class Values:
 @dataclass(frozen=True, slots=True)
 class Result:
     """One measurement, as it was made. `commit` ends with + if files had been changed since. `problem` says why figures
-    are missing, and is empty if none are."""
+    are missing, and is empty if none are. `peer` has the packages and options of the other engine, if there is one."""
 
     measurement: str
     commands: tuple[str, ...]
@@ -37,6 +37,7 @@ class Result:
     environment: Mapping[str, object]
     figures: tuple[Values, ...]
     problem: str = ""
+    peer: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def add_result(path: Path, result: Result) -> None:

@@ -15,8 +15,9 @@ import pytest
 from bench import cpu_suite
 from bench.cpu.report import Result, Values, add_result, read_results, report, verdict
 from bench.cpu.targets import MEASUREMENTS, Comparison, Part, Target
-from bench.peers.__main__ import PeersSettings
-from bench.peers.workloads import WORKLOADS, figures_of
+from bench.peers.__main__ import PeersSettings, as_json
+from bench.peers.compare import Findings, Measurement, ratios
+from bench.peers.workloads import WORKLOADS, Figure, figures_of
 from kvrelay.core.config import load_settings
 from tests.bench.records import record, run_of
 
@@ -68,6 +69,27 @@ def test_what_is_whole_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tm
     assert f"starts: is in {output} already" in shown and "== fails: python -m bench.node_startup" in shown
     assert "fails: its process ended with status 2" in shown
     assert len(output.read_text().splitlines()) == 3
+
+
+def test_what_a_comparison_writes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured = [Measurement(one, 0, "A", Figure("TTFT p50, ms", value)) for one, value in (("we", 1.0), ("they", 4.0))]
+    body = as_json(PeersSettings(peer="llama-cpp"), Findings(print), ratios(measured, "we", "they"), is_complete=True)
+    commands: list[Sequence[str]] = []
+
+    def run(command: Sequence[str]) -> str:
+        commands.append(command)
+        Path(command[-1]).write_text(json.dumps(body))
+        return ""
+
+    monkeypatch.setattr(cpu_suite, "_run", run)
+    given(monkeypatch, Comparison("it", ("--peer", "llama-cpp"), ()))
+    output = tmp_path / "suite.jsonl"
+    assert cpu_suite.main(["--output", str(output), "--directory", str(tmp_path)]) == 0
+    found = read_results(output)["it"]
+    assert found.figures == (Values("A TTFT p50", (0.25,), "ms", 1.0, 4.0),)
+    assert found.commands == ("python -m bench.peers --peer llama-cpp --rounds 3",)
+    assert any(one.startswith("llama-cpp-python==") for one in found.peer["requirements"])
+    assert commands[0][:-1] == [*found.commands[0].split()[1:], "--directory", str(tmp_path), "--json-file"]
 
 
 @pytest.mark.parametrize(
