@@ -29,6 +29,7 @@ from bench.arguments import positive, script_parser
 from bench.cpu.report import Result, Values, add_result, medians, read_results, report
 from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
 from bench.figures import Figure, read_figures
+from bench.python_speed import loop_nanoseconds
 from kvrelay.bench.result import environment
 from kvrelay.core.cgroup import available_cores
 
@@ -113,7 +114,7 @@ def _measure(
     measurement: Comparison | Part, arguments: argparse.Namespace, shown: tuple[str, ...], commit: str
 ) -> Result:
     """Runs the commands of a measurement. After a failure its result has what was measured before."""
-    here = environment() | {"cores": available_cores(), "products": _products()}
+    here = environment() | {"cores": available_cores(), "products": _products(), "loop_ns": loop_nanoseconds()}
     files: list[Path] = []
     problem = ""
     with tempfile.TemporaryDirectory() as scratch:

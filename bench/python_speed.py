@@ -10,9 +10,13 @@ _RUNS = 5
 
 def python_speed() -> str:
     """Returns a line that says how long a fixed loop takes; measuring it takes less than a second."""
-    seconds = [_loop_seconds() for _ in range(_RUNS)]
-    turn = 1e9 * statistics.median(seconds) / _TURNS
+    turn = loop_nanoseconds()
     return f"Python here and now: {turn:.0f} ns for a turn of a loop that adds up integers (median of {_RUNS} runs)"
+
+
+def loop_nanoseconds() -> float:
+    """Returns the time of one turn of that loop, the median of several runs."""
+    return 1e9 * statistics.median(_loop_seconds() for _ in range(_RUNS)) / _TURNS
 
 
 def _loop_seconds() -> float:

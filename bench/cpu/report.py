@@ -28,8 +28,9 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One measurement, as it was made. `commit` ends with + if files had been changed since. `problem` says why figures
-    are missing, and is empty if none are. `peer` has the packages and options of the other engine, if there is one."""
+    """One measurement, as it was made. `commit` ends with + if files had been changed since. `environment` is the
+    machine; its `loop_ns` says how fast that was before (`bench/python_speed.py`). `problem` says why figures are
+    missing, and is empty if none are. `peer` has the packages and options of the other engine, if there is one."""
 
     measurement: str
     commands: tuple[str, ...]
@@ -78,6 +79,9 @@ def report(columns: Mapping[str, Mapping[str, Result]]) -> str:
     lines.append("\n✓: the target was met in all rounds, ✗: in none, ?: in some")
     for name, results in columns.items():
         lines += [f"{name}: {origin}" for origin in dict.fromkeys(map(_origin, results.values()))]
+        turns = [float(str(one.environment["loop_ns"])) for one in results.values() if "loop_ns" in one.environment]
+        if turns:
+            lines.append(f"{name}: a turn of a Python loop took {min(turns):.0f} to {max(turns):.0f} ns")
         lines += [f"{name}: {one.measurement}: {one.problem}" for one in results.values() if one.problem]
     return "\n".join([*lines, *([f"not measured: {', '.join(missing)}"] if missing else [])])
 

@@ -33,8 +33,8 @@ def given(monkeypatch: pytest.MonkeyPatch, *measurements: Part | Comparison, com
     monkeypatch.setattr(cpu_suite, "_commit", lambda: commit)
 
 
-def result(name: str, values: Sequence[Values] = (), problem: str = "") -> Result:
-    here = {"processor": "a processor", "products": "avx2", "cores": 2, "time": "2026-11-28T09:00:00+00:00"}
+def result(name: str, values: Sequence[Values] = (), problem: str = "", **more: object) -> Result:
+    here = {"processor": "a processor", "products": "avx2", "cores": 2, "time": "2026-11-28T09:00:00+00:00", **more}
     return Result(name, ("python -m bench.x",), "abc", here, tuple(values), problem)
 
 
@@ -62,7 +62,7 @@ def test_what_is_whole_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tm
     [ready] = found["starts"].figures
     assert (ready.name, ready.unit, len(ready.values)) == ("ready after", "s", 2) and not found["starts"].problem
     assert found["fails"].problem == "its process ended with status 2; what it said is above"
-    assert found["starts"].commit == "abc" and found["starts"].environment["cores"]
+    assert found["starts"].commit == "abc" and found["starts"].environment.keys() >= {"cores", "products", "loop_ns"}
     capfd.readouterr()
     assert cpu_suite.main(arguments) == 1
     shown = capfd.readouterr().out
@@ -134,8 +134,9 @@ def test_a_target_is_met_in_all_rounds_in_none_or_in_some() -> None:
 def test_a_report_has_a_column_for_each_file(tmp_path: Path, capsys: Capture) -> None:
     one, other = tmp_path / "Z5.jsonl", tmp_path / "Z3.jsonl"
     add_result(one, result("node-startup", problem="ended after 5 s"))
-    add_result(one, result("node-startup", [Values("ready after", (2.25,), "s")]))
-    add_result(one, result("router", [Values("http: streamed", (20_000.4, 14_000.0, 16_000.0), "tokens/s")]))
+    add_result(one, result("node-startup", [Values("ready after", (2.25,), "s")], loop_ns=35.4))
+    streamed = Values("http: streamed", (20_000.4, 14_000.0, 16_000.0), "tokens/s")
+    add_result(one, result("router", [streamed], loop_ns=60.1))
     add_result(other, result("node-startup", [Values("ready after", (5.5,), "s")]))
     add_result(other, result("router", problem="interrupted"))
     assert cpu_suite.main(["--show", str(one), str(other)]) == 0
@@ -145,6 +146,7 @@ def test_a_report_has_a_column_for_each_file(tmp_path: Path, capsys: Capture) ->
     assert "| router | http: streamed | >= 15,000 | 16,000 tokens/s ? (14,000 to 20,000, 3) |  |" in shown
     assert "|  | grpc: streamed |  |  |  |" in shown
     assert "Z5: a processor (avx2), 2 cores, commit abc, 2026-11-28" in shown
+    assert "Z5: a turn of a Python loop took 35 to 60 ns" in shown
     assert "Z3: router: interrupted" in shown
     assert shown[-1].startswith("not measured: vllm-cpu, ") and "connectors" in shown[-1] and "router" not in shown[-1]
 
