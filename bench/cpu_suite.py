@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.show:
-        columns = {path.stem: read_results(path) for path in arguments.show}
+        columns = {path.stem: _results(parser, "--show", path) for path in arguments.show}
         print(report(columns))
         if len(columns) == 1:
             print("\n" + medians(*columns.values()))
@@ -60,6 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.output is None:
         parser.error("--output: where should the results go? (--list only says what would be measured)")
+    if not 0 < arguments.scale <= 1:
+        parser.error("--scale: must be above 0 and at most 1")
+    try:
+        arguments.output.open("a").close()
+    except OSError as error:
+        parser.error(f"--output: cannot write {arguments.output}: {error.strerror}")
+    _results(parser, "--output", arguments.output)
     return _measure_all([one for one in MEASUREMENTS if one.name in wanted], arguments)
 
 
@@ -81,6 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print names, targets and commands, and measure nothing")
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print a table of these files")
     return parser
+
+
+def _results(parser: argparse.ArgumentParser, flag: str, path: Path) -> dict[str, Result]:
+    """Returns the results of a file, or ends the process with a message if it is none of ours."""
+    try:
+        return read_results(path)
+    except OSError as error:
+        parser.error(f"{flag}: cannot read {path}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"{flag}: {error}")
 
 
 def _measure_all(measurements: Sequence[Comparison | Part], arguments: argparse.Namespace) -> int:

@@ -48,12 +48,16 @@ def add_result(path: Path, result: Result) -> None:
 
 
 def read_results(path: Path) -> dict[str, Result]:
-    """Returns the results of a file by measurement; none if there is no such file."""
+    """Returns the results of a file by measurement. Raises OSError when it cannot be read, and ValueError when it has
+    something else."""
     found: dict[str, Result] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        entry = json.loads(line)
-        figures = tuple(Values(**{**one, "values": tuple(one["values"])}) for one in entry.pop("figures"))
-        result = Result(**{**entry, "commands": tuple(entry["commands"])}, figures=figures)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            figures = tuple(Values(**{**one, "values": tuple(one["values"])}) for one in entry.pop("figures"))
+            result = Result(**{**entry, "commands": tuple(entry["commands"])}, figures=figures)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {number} of {path} is no result of the suite") from error
         found[result.measurement] = result
     return found
 

@@ -183,9 +183,18 @@ def test_the_list_has_names_commands_and_targets(capsys: Capture) -> None:
         (["--only", "vllm-cpu,vllm"], "--only: no 'vllm'; there are vllm-cpu, vllm-cpu-tiny, "),
         ([], "--output: where should the results go?"),
         (["--rounds", "0"], "argument --rounds: '0': write a whole number of at least 1"),
+        (["--output", "suite.jsonl", "--scale", "1.5"], "--scale: must be above 0 and at most 1"),
+        (["--output", "absent/suite.jsonl"], "--output: cannot write absent/suite.jsonl: No such file or directory"),
+        (["--output", "README.md"], "--output: line 1 of README.md is no result of the suite"),
+        (["--show", "suite.jsonl"], "--show: cannot read suite.jsonl: No such file or directory"),
+        (["--show", "README.md"], "--show: line 1 of README.md is no result of the suite"),
     ],
 )
-def test_arguments_that_can_not_be_are_explained(arguments: list[str], message: str, capsys: Capture) -> None:
+def test_arguments_that_can_not_be_are_explained(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text('{"event": "ready"}\n')
     with pytest.raises(SystemExit) as ended:
         cpu_suite.main(arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
@@ -193,7 +202,6 @@ def test_arguments_that_can_not_be_are_explained(arguments: list[str], message: 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "suite.jsonl"
-    assert read_results(path) == {}
     written = result("router", [Values("A TTFT p50", (0.5, 0.25), ours=1.5, theirs=3.0)])
     add_result(path, written)
     assert read_results(path) == {"router": written}
