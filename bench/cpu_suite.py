@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.output.open("a").close()
     except OSError as error:
         parser.error(f"--output: cannot write {arguments.output}: {error.strerror}")
-    _results(parser, "--output", arguments.output)
-    return _measure_all([one for one in MEASUREMENTS if one.name in wanted], arguments)
+    found = _results(parser, "--output", arguments.output)
+    return _measure_all([one for one in MEASUREMENTS if one.name in wanted], found, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,12 +100,15 @@ def _results(parser: argparse.ArgumentParser, flag: str, path: Path) -> dict[str
         parser.error(f"{flag}: {error}")
 
 
-def _measure_all(measurements: Sequence[Comparison | Part], arguments: argparse.Namespace) -> int:
+def _measure_all(
+    measurements: Sequence[Comparison | Part], found: Mapping[str, Result], arguments: argparse.Namespace
+) -> int:
+    """Measures what is not among the results `found` already."""
     commit = _commit()
     output = arguments.output.resolve()
     has_failed = False
     for measurement in measurements:
-        done = read_results(output).get(measurement.name)
+        done = found.get(measurement.name)
         commands = tuple(_shown(command) for command in _commands(measurement, arguments))
         if done is not None and _holds(done, commit, commands):
             print(f"{measurement.name}: is in {arguments.output} already", flush=True)
@@ -154,10 +157,10 @@ def _commands(measurement: Comparison | Part, arguments: argparse.Namespace) -> 
     machine."""
     rounds = arguments.rounds or measurement.rounds
     if isinstance(measurement, Comparison):
-        command = ["-m", "bench.peers", *measurement.arguments, "--rounds", str(rounds)]
+        command = ["-m", "bench.peers", "--peer", measurement.peer, *measurement.arguments, "--rounds", str(rounds)]
         if (scale := arguments.scale * measurement.scale) != 1:
             command += ["--scale", f"{scale:g}"]
-        if arguments.peer_arguments and measurement.takes_arguments:
+        if arguments.peer_arguments and measurement.peer.startswith("vllm"):
             command.append(f"--peer-arguments={arguments.peer_arguments}")
         yield command
         return
@@ -178,24 +181,25 @@ def _with_paths(command: Sequence[str], directory: Path) -> list[str]:
 
 def _run(command: Sequence[str]) -> str:
     """Runs a command, whose output is ours. Returns what went wrong, or an empty string."""
-    with subprocess.Popen([sys.executable, *command], cwd=_ROOT) as process:
+    # A terminal's Ctrl-C reaches only us: told a second time, the process would not write what it has measured.
+    with subprocess.Popen([sys.executable, *command], cwd=_ROOT, process_group=0) as process:
         try:
             status = process.wait(_LONGEST_SECONDS)
         except subprocess.TimeoutExpired:
-            _end(process)
+            _end(process, signal.SIGTERM)
             return f"ended after {_LONGEST_SECONDS:g} s"
         except KeyboardInterrupt:
-            _end(process)
+            _end(process, signal.SIGINT)
             return _INTERRUPTED
         except BaseException:
-            _end(process)
+            _end(process, signal.SIGTERM)
             raise
     return f"its process ended with status {status}; what it said is above" if status else ""
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Gives a process time to end its servers, and kills it after that."""
-    process.terminate()
+def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """Sends a process a signal, gives it time to end its servers, and kills it after that."""
+    process.send_signal(number)
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -225,7 +229,7 @@ def _describe(measurement: Comparison | Part, arguments: argparse.Namespace) -> 
 
 
 def _shown(command: Sequence[str]) -> str:
-    return shlex.join(["python", *("DIR" if one == MODEL else one for one in command)])
+    return shlex.join(["python", *command])
 
 
 def _products() -> str:
@@ -247,5 +251,7 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has the second one ignored
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that what runs is ended, too
     sys.exit(main())

