@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from kv_connector.stats import ConnectorStats
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
@@ -80,6 +81,11 @@ class KVConnector(Protocol):
         """Withdraws blocks that are about to lose their content. Called before anybody writes to them, from the engine
         thread or the loop, but never for one block from both at a time; returns at once. A fetch or a publication that
         overlaps leaves the block missing, never wrong. Copies that a backend keeps elsewhere stay."""
+        ...
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        """Deletes blocks from the store that all nodes share, if there is one: their content may be wrong, although it
+        is what was published. One that is being stored meanwhile may stay. Does not raise KVError."""
         ...
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:

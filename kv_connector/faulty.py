@@ -17,6 +17,7 @@ from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, PoolBu
 from kv_connector.header import Mismatch, payload_digest
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.stats import ConnectorStats
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
 from kvrelay.core.kv_source import KVSource
@@ -104,6 +105,9 @@ class FaultyConnector:
 
     def retract(self, block_ids: Sequence[int]) -> None:
         self._inner.retract(block_ids)
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        await self._inner.discard(names)
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         with self._under_way():

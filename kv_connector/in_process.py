@@ -12,6 +12,7 @@ from kv_connector.pool import CopyPayload, LocalPool, copy_payload, slices
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -71,6 +72,9 @@ class InProcessConnector:
         shared = self._shared
         if shared is not None:
             shared.remove(block_ids)
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)

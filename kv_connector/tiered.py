@@ -20,6 +20,7 @@ from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.pool import DevicePool
 from kv_connector.stats import ConnectorStats
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.connectors import needs_same_host
 from kvrelay.core.endpoints import Endpoints, parse_endpoints, this_host
@@ -114,6 +115,10 @@ class TieredConnector(Generic[TierT_co]):
     def retract(self, block_ids: Sequence[int]) -> None:
         for tier in self.tiers:
             tier.retract(block_ids)
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        for tier in self.tiers:
+            await tier.discard(names)
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         if not self._block_bytes:

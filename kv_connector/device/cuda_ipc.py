@@ -21,6 +21,7 @@ from kv_connector.segments.segment import OwnedSegment, PeerSegment, segment_dir
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv_source import KVSource
@@ -95,6 +96,9 @@ class CudaIpcConnector:
         state = self._state
         if state is not None:
             state.segment.slots.clear(block_ids)
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         return await self._require().reader.fetch(source, blocks, timeout=timeout)

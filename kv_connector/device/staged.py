@@ -18,6 +18,7 @@ from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
 from kv_connector.worker import Worker
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -95,6 +96,9 @@ class StagedConnector:
 
     def retract(self, block_ids: Sequence[int]) -> None:
         self._take_back(self._copies.forget(block_ids))
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        await self._inner.discard(names)
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         deadline = self._clock.now() + timeout

@@ -95,11 +95,16 @@ class RedisConnector:
             raise KVError(f"none of {len(blocks)} blocks could be published to Redis")
 
     def retract(self, block_ids: Sequence[int]) -> None:
-        """Drops blocks that wait to be stored. Those in Redis stay, since their names still determine their content."""
+        """Drops blocks that wait to be stored. Those in Redis stay, since their names still determine their content,
+        unless they are distrusted (`discard`)."""
         state = self._state
         if state is not None:
             for block_id in block_ids:
                 state.generations[block_id] += 1
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        if self._state is not None:
+            await self._remove(names, None, "that may be wrong")
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
@@ -228,21 +233,23 @@ class RedisConnector:
                 raise InvalidResponse(f"no list of {len(blocks)} values")
         self._require_same(state)
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
-        damaged = [block for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)]
-        await self._remove(damaged, max(0.0, deadline - self._clock.now()))
+        damaged = [
+            block.block_hash for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)
+        ]
+        await self._remove(damaged, max(0.0, deadline - self._clock.now()), "that are damaged")
         return verdicts
 
-    async def _remove(self, damaged: Sequence[NamedBlock], timeout: float) -> None:
+    async def _remove(self, names: Sequence[BlockHash], timeout: float | None, what: str) -> None:
         """Deletes values, whose names would otherwise count as held when a node publishes the blocks again. A name
         determines every field that is verified, so no node can use such a value. Two versions of kvrelay with one
         Redis replace each other's values, which does no other harm."""
-        if not damaged:
+        if not names:
             return
         try:
             async with self._link.exchange(timeout) as client:
-                await answer_of(client.unlink(*(self._key(block.block_hash) for block in damaged)))
+                await answer_of(client.unlink(*map(self._key, names)))
         except UNREACHABLE as error:
-            _logger.warning("%d damaged values stay in Redis: %s", len(damaged), type(error).__name__)
+            _logger.warning("%d values %s stay in Redis: %s", len(names), what, type(error).__name__)
 
 
 def _value(state: _Open, claim: Claim) -> bytes | None:

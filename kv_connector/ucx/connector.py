@@ -23,6 +23,7 @@ from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, Verdicts
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv_layout import KVLayout
@@ -124,6 +125,9 @@ class UcxConnector:
         state = self._state
         if state is not None:
             state.shared.remove(block_ids)
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)

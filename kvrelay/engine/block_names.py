@@ -52,17 +52,18 @@ class BlockNames:
             self._name(sequence, len(sequence.block_table) - 1, *tail)
 
     def offer_hits(self, sequence: Sequence) -> None:
-        """Offers the blocks that a PRODUCE request has found by name, if `publish_hits` is set. Called before its first
-        progress is reported."""
+        """Offers the blocks that a PRODUCE request has found by name, if `publish_hits` is set, and that have it still.
+        Called before its first progress is reported."""
         if not self._publish_hits:
             return
         num_hits = sequence.num_cached_tokens // self._block_size
         for block_id, block_hash in zip(sequence.block_table, sequence.block_hashes(num_hits), strict=False):
-            self._offer(NamedBlock(block_id, block_hash, self._block_size))
+            if self._pool.find(block_hash) == block_id and not self._pool.is_distrusted(block_id):
+                self._offer(NamedBlock(block_id, block_hash, self._block_size))
 
     def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
         """Names a computed block. If another block has the name already, the sequence takes that one and releases its
-        own.
+        own, unless that one is distrusted.
         """
         block_id = sequence.block_table[index]
         named_block_id = self._pool.find(block_hash)
@@ -70,6 +71,8 @@ class BlockNames:
             self._pool.register(block_id, block_hash)
             if self._publish:
                 self._offer(NamedBlock(block_id, block_hash, num_tokens))
+            return
+        if self._pool.is_distrusted(named_block_id):
             return
         if named_block_id != block_id:
             self._pool.acquire([named_block_id])

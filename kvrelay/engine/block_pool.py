@@ -3,14 +3,15 @@
 Invariant: every block is in exactly one of three states. *In use*: a request or a transfer holds it. *Evictable*:
 nobody holds it, it has a name, and a later request may find it. *Free*: nobody holds it and its content means nothing.
 A block leaves "in use" only when its request references and its pins are both zero, so a transfer never reads or writes
-memory that belongs to someone else.
+memory that belongs to someone else. A block whose content is *distrusted* is not found by name any more, and loses its
+name as soon as no transfer holds it.
 
 Sharing blocks by reference counts follows PagedAttention (Kwon et al., 2023), section 4.4. Evicting the least recently
 used block, tails before heads, follows RadixAttention (Zheng et al., 2024), section 3.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.core.block_hash import BlockHash
 
@@ -38,6 +39,8 @@ class BlockPool:
         self._num_cached = 0  # times that a block became evictable
         self._stored: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
+        self._distrusted: set[int] = set()  # that have a name, because a transfer holds them
+        self._lost_names: list[BlockHash] = []
 
     @property
     def num_free(self) -> int:
@@ -46,8 +49,8 @@ class BlockPool:
 
     @property
     def num_given_back(self) -> int:
-        """Returns a number that grows by one with each block that nobody holds any more, and shrinks only when one
-        without a name is allocated."""
+        """Returns a number that grows by one with each block that nobody holds any more, and with each such block that
+        loses its name otherwise than by `allocate`; it shrinks only when one without a name is allocated."""
         return len(self._free) + self._num_cached
 
     def allocate(self, count: int) -> list[int] | None:
@@ -88,6 +91,8 @@ class BlockPool:
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Takes one pin from each block, the last block first as in `release`."""
         self._give_back(block_ids, self._pins)
+        if self._distrusted:
+            self._forget_distrusted()
 
     def lookup(self, block_hashes: Sequence[BlockHash]) -> list[int]:
         """Returns the blocks of the longest prefix of `block_hashes` that the pool has. It takes no references: the
@@ -95,7 +100,7 @@ class BlockPool:
         block_ids = []
         for block_hash in block_hashes:
             block_id = self._index.get(block_hash)
-            if block_id is None:
+            if block_id is None or block_id in self._distrusted:
                 break
             block_ids.append(block_id)
         return block_ids
@@ -103,6 +108,10 @@ class BlockPool:
     def find(self, block_hash: BlockHash) -> int | None:
         """Returns the block of that name, or None. Takes no reference."""
         return self._index.get(block_hash)
+
+    def is_distrusted(self, block_id: int) -> bool:
+        """Tells whether a block is distrusted that still has its name."""
+        return block_id in self._distrusted
 
     def register(self, block_id: int, block_hash: BlockHash) -> None:
         """Names a block that is in use and whose content is complete. Neither has it a name, nor has another block this
@@ -114,16 +123,11 @@ class BlockPool:
         self._index[block_hash] = block_id
         _note(block_hash, into=self._stored, unless=self._removed)
 
-    def evict(self, block_ids: Collection[int]) -> set[int]:
-        """Frees those blocks that nobody holds, whose content is not to be found any more. Returns those that somebody
-        holds."""
-        cached = [block_id for block_id in block_ids if block_id in self._evictable]
-        for block_id in cached:
-            del self._evictable[block_id]
-        self._forget(cached)
-        self._free += cached
-        self._num_cached -= len(cached)
-        return {block_id for block_id in block_ids if self._is_held(block_id)}
+    def distrust(self, block_ids: Iterable[int]) -> None:
+        """Has nobody find the content of these blocks any more. Whoever holds them keeps them. Their names are reported
+        by `drain_distrusted`."""
+        self._distrusted.update(block_id for block_id in block_ids if self._block_hashes[block_id] is not None)
+        self._forget_distrusted()
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         return self._block_hashes[block_id]
@@ -139,6 +143,11 @@ class BlockPool:
         self._stored.clear()
         self._removed.clear()
         return changes
+
+    def drain_distrusted(self) -> list[BlockHash]:
+        """Returns the names that distrusted blocks have lost since the last call."""
+        names, self._lost_names = self._lost_names, []
+        return names
 
     def check_integrity(self) -> None:
         """Raises AssertionError for the first broken invariant. Takes time linear in the size of the pool, so call it
@@ -160,6 +169,7 @@ class BlockPool:
         num_in_use = sum(self._is_held(block_id) for block_id in range(self.num_blocks))
         _check(num_in_use + self.num_free == self.num_blocks, "in use, free and evictable do not add up")
         _check(not self._stored.keys() & self._removed.keys(), "a name is both stored and removed")
+        _check(all(self._pins[block_id] for block_id in self._distrusted), "a distrusted block has kept its name")
 
     def check_idle(self) -> None:
         """Raises AssertionError for a broken invariant (`check_integrity`), or if anybody holds a block."""
@@ -188,6 +198,20 @@ class BlockPool:
             else:
                 self._evictable[block_id] = None
                 self._num_cached += 1
+
+    def _forget_distrusted(self) -> None:
+        """Takes the names of distrusted blocks, but for those that a transfer holds, which may be publishing them."""
+        block_ids = [block_id for block_id in self._distrusted if not self._pins[block_id]]
+        for block_id in block_ids:
+            name = self._block_hashes[block_id]
+            assert name is not None
+            self._lost_names.append(name)
+        self._forget(block_ids)
+        self._distrusted.difference_update(block_ids)
+        for block_id in block_ids:
+            if block_id in self._evictable:
+                del self._evictable[block_id]
+                self._free.append(block_id)
 
     def _forget(self, block_ids: Sequence[int]) -> None:
         """Removes the names of these blocks, after telling `on_evict`."""

@@ -1,7 +1,8 @@
 """What has happened in an engine since its last `StepResult`, in order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.named_block import NamedBlock
@@ -25,12 +26,12 @@ class Changes:
     failures: list[RequestFailure] = field(default_factory=list)
     named: list[NamedBlock] = field(default_factory=list)
     progress: list[tuple[str, int]] = field(default_factory=list)
+    distrusted: list[BlockHash] = field(default_factory=list)
     load_changed: bool = False  # even if nothing else did
 
     def any(self) -> bool:
         """Tells whether there is anything to report."""
-        events = self.admissions or self.prompts or self.outputs or self.failures or self.named or self.progress
-        return bool(events) or self.load_changed
+        return self.load_changed or any(self._lists())
 
     def take(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], load: EngineLoad) -> StepResult:
         """Returns all events as a `StepResult` and clears them here."""
@@ -41,11 +42,16 @@ class Changes:
             failures=tuple(self.failures),
             named=tuple(self.named),
             progress=tuple(self.progress),
+            distrusted=tuple(self.distrusted),
             stored=tuple(stored),
             removed=tuple(removed),
             load=load,
         )
-        for events in (self.admissions, self.prompts, self.outputs, self.failures, self.named, self.progress):
+        for events in self._lists():
             events.clear()
         self.load_changed = False
         return result
+
+    def _lists(self) -> Iterator[list[Any]]:
+        yield from (self.admissions, self.prompts, self.outputs, self.failures, self.named, self.progress)
+        yield self.distrusted

@@ -89,7 +89,6 @@ class Engine:
         self._num_arrived = 0
         self._num_steps = 0
         self._collected_at = 0.0
-        self._distrusted: set[int] = set()  # blocks whose KV may not be finite, while somebody holds them
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +272,7 @@ class Engine:
                 continue  # it ended while the step was in flight, which computed its extra token
             if any(sampled.token_id == NO_TOKEN for sampled in result.sampled):
                 # Perhaps because of a fault in an earlier step, which all who find these blocks would repeat.
-                self._distrusted.update(sequence.block_table)
+                self.pool.distrust(sequence.block_table)
                 self._fail([sequence], "the model returned logits that are not finite")
                 continue
             sequence.num_computed_tokens += entry.num_scheduled_tokens
@@ -357,9 +356,8 @@ class Engine:
         return Admission(sequence.request.request_id, sequence.num_computed_tokens, tuple(missing))
 
     def _take_result(self) -> StepResult | None:
-        if self._distrusted:
-            self._distrusted = self.pool.evict(self._distrusted)
         stored, removed = self.pool.drain_changes()
+        self._changes.distrusted += self.pool.drain_distrusted()
         if not (self._changes.any() or stored or removed):
             return None
         return self._changes.take(stored, removed, self.load())

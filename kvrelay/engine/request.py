@@ -115,7 +115,8 @@ class StepResult:
 
     `progress` has pairs (request id, number of leading blocks that have their names) of PRODUCE requests. `stored` and
     `removed` are the names that the pool has gained and lost. The blocks in `named` are pinned for the node to publish:
-    new blocks, and with `publish_hits` those found by name.
+    new blocks, and with `publish_hits` those found by name. The names in `distrusted` were lost because the content
+    under them may be wrong.
     """
 
     admissions: tuple[Admission, ...]
@@ -124,6 +125,7 @@ class StepResult:
     failures: tuple[RequestFailure, ...]
     named: tuple[NamedBlock, ...]
     progress: tuple[tuple[str, int], ...]
+    distrusted: tuple[BlockHash, ...]
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
     load: EngineLoad

@@ -192,6 +192,7 @@ class Node:
         self._prefill_rate.observe(result.load)
         self.event_log.append(result.stored, result.removed, result.load)
         self._publisher.enqueue(result.named, [self._progress(*progress) for progress in result.progress])
+        self._publisher.discard(result.distrusted)
 
     def _progress(self, request_id: str, num_blocks: int) -> Notify:
         return lambda are_published: self._on_progress(request_id, num_blocks, are_published)

@@ -1,4 +1,5 @@
 """Publishes newly named blocks in the order in which the engine named them, and reports whether they can be fetched.
+Has the store that nodes share forget what is distrusted.
 
 Invariant: `notify` callbacks run after every block enqueued before them was offered to the connector, and a block is
 unpinned only after that.
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kv_connector.base import KVConnector
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
 from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outages import Outages
@@ -25,6 +27,7 @@ Notify = Callable[[bool], None]
 class _Batch:
     blocks: tuple[NamedBlock, ...]
     notify: tuple[Notify, ...]
+    distrusted: tuple[BlockHash, ...] = ()
 
 
 class Publisher:
@@ -49,6 +52,11 @@ class Publisher:
         if blocks or notify:
             self._queue.put_nowait(_Batch(tuple(blocks), tuple(notify)))
 
+    def discard(self, names: Sequence[BlockHash]) -> None:
+        """Has the store forget these blocks, once everything enqueued before is published."""
+        if names:
+            self._queue.put_nowait(_Batch((), (), tuple(names)))
+
     async def drain(self) -> None:
         """Returns when everything enqueued so far is published and unpinned."""
         await self._queue.join()
@@ -68,6 +76,8 @@ class Publisher:
             try:
                 blocks = [block for batch in batches for block in batch.blocks]
                 are_published = not blocks or await self._publish(blocks)
+                if distrusted := [name for batch in batches for name in batch.distrusted]:
+                    await self._connector.discard(distrusted)
             finally:
                 for _ in batches:
                     self._queue.task_done()

@@ -150,19 +150,37 @@ def test_changes_are_net_of_each_other() -> None:
     assert pool.drain_changes() == ([], [name(1)])
 
 
-def test_blocks_may_be_evicted_once_nobody_holds_them() -> None:
-    pool = Pool(4)
-    blocks = take_named(pool, 1, 2, 3)
-    pool.pin(blocks[:1])
-    pool.release(blocks[:2])
-    assert pool.evict(blocks) == {blocks[0], blocks[2]}
-    assert pool.evicted == [(blocks[1], name(2))]
-    assert [pool.find(name(number)) for number in (1, 2, 3)] == [blocks[0], None, blocks[2]]
-    pool.unpin(blocks[:1])
-    pool.release(blocks[2:])
-    assert pool.evict(blocks) == set()
-    assert pool.num_free == pool.num_given_back == 4
+def test_nobody_finds_what_is_distrusted_though_it_is_held() -> None:
+    pool = Pool(5)
+    pinned, cached, held = take_named(pool, 1, 2, 3)
+    (unnamed,) = take(pool, 1)
+    pool.pin([pinned])
+    pool.release([pinned, cached])
+    pool.distrust([pinned, cached, held, unnamed])
+    assert sorted(pool.evicted) == [(cached, name(2)), (held, name(3))]
+    assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
+    assert pool.lookup([name(1)]) == [] and pool.is_distrusted(pinned)
+    assert [pool.find(name(number)) for number in (1, 2, 3)] == [pinned, None, None], "its name is not free yet"
+    pool.check_integrity()
+    pool.unpin([pinned])
+    assert pool.find(name(1)) is None and not pool.is_distrusted(pinned)
+    assert (pool.drain_distrusted(), pool.drain_distrusted()) == ([name(1)], [])
+    pool.release([held, unnamed])
+    assert pool.num_free == 5
     assert pool.drain_changes() == ([], []), "they came and went"
+    pool.check_idle()
+
+
+def test_a_pinned_block_that_a_request_holds_loses_its_name_with_its_last_pin() -> None:
+    pool = Pool(1)
+    blocks = take_named(pool, 1)
+    pool.pin(blocks * 2)
+    pool.distrust(blocks)
+    pool.unpin(blocks)
+    assert pool.find(name(1)) == blocks[0]
+    pool.unpin(blocks)
+    assert pool.find(name(1)) is None and pool.num_free == 0
+    pool.release(blocks)
     pool.check_idle()
 
 
@@ -245,6 +263,8 @@ class NaivePool:
         self.names: dict[int, BlockHash] = {}
         self.released: list[int] = []  # named and held by nobody, oldest first
         self.told: set[BlockHash] = set()  # names at the last drain
+        self.distrusted: set[int] = set()
+        self.lost: list[BlockHash] = []
 
     def held(self, block_id: int) -> bool:
         return self.refs[block_id] > 0 or self.pins[block_id] > 0
@@ -277,6 +297,14 @@ class NaivePool:
             counts[block_id] -= 1
             if not self.held(block_id) and block_id in self.names:
                 self.released.append(block_id)
+        self.forget_distrusted()
+
+    def forget_distrusted(self) -> None:
+        for block_id in [i for i in self.distrusted if not self.pins[i]]:
+            self.distrusted.remove(block_id)
+            self.lost.append(self.names.pop(block_id))
+            if block_id in self.released:
+                self.released.remove(block_id)
 
 
 class Run:
@@ -290,7 +318,8 @@ class Run:
         self.pinned: list[list[int]] = []
 
     def step(self) -> None:
-        self.rng.choice((self.allocate, self.hit, self.release, self.pin, self.unpin, self.register, self.other))()
+        moves = (self.allocate, self.hit, self.release, self.pin, self.unpin, self.register, self.distrust, self.other)
+        self.rng.choice(moves)()
         assert self.pool.num_free == self.naive.num_free
         assert {i: self.pool.hash_of(i) for i in self.naive.names} == self.naive.names
         assert all(self.pool.ref_count(i) == count for i, count in self.naive.refs.items())
@@ -310,7 +339,8 @@ class Run:
         found = self.pool.lookup(wanted)
         assert [self.naive.names[i] for i in found] == wanted[: len(found)]
         if len(found) < len(wanted):
-            assert wanted[len(found)] not in self.naive.names.values()
+            trusted = {name for i, name in self.naive.names.items() if i not in self.naive.distrusted}
+            assert wanted[len(found)] not in trusted
         self.pool.acquire(found)
         self.naive.take(self.naive.refs, found)
         self.tables.append(found)
@@ -342,7 +372,15 @@ class Run:
                 self.pool.register(block_id, block_hash)
                 self.naive.names[block_id] = block_hash
 
+    def distrust(self) -> None:
+        block_ids = self.rng.sample(list(self.naive.refs), min(2, len(self.naive.refs)))
+        self.pool.distrust(block_ids)
+        self.naive.distrusted |= {i for i in block_ids if i in self.naive.names}
+        self.naive.forget_distrusted()
+
     def other(self) -> None:
+        assert sorted(self.pool.drain_distrusted()) == sorted(self.naive.lost)
+        self.naive.lost.clear()
         names = set(self.naive.names.values())
         stored, removed = self.pool.drain_changes()
         assert (set(stored), set(removed)) == (names - self.naive.told, self.naive.told - names)

@@ -211,7 +211,9 @@ class _History:
         self.pinned: list[list[int]] = []
 
     def move(self) -> None:
-        self.rng.choice((self.allocate, self.hit, self.release, self.release, self.pin, self.unpin, self.register))()
+        takes = (self.allocate, self.hit, self.pin, self.register)
+        gives = (self.release, self.release, self.unpin, self.distrust)
+        self.rng.choice(takes + gives)()
 
     def allocate(self) -> None:
         if (blocks := self.pool.allocate(self.rng.randrange(1, 5))) is not None:
@@ -239,14 +241,17 @@ class _History:
         """Names some blocks, mostly in the order of the sequence, and others in ways that it does not know."""
         missing = [name for name in self.names if self.pool.find(name) is None]
         others = [BlockHash(self.rng.randbytes(32)) for _ in range(2)]
-        unnamed = [block for block in chain(*self.held) if self.pool.hash_of(block) is None]
+        unnamed = [block for block in dict.fromkeys(chain(*self.held)) if self.pool.hash_of(block) is None]
         for block, name in zip(unnamed, self.rng.choice((missing, missing[::-1], others)), strict=False):
             self.pool.register(block, name)
+
+    def distrust(self) -> None:
+        self.pool.distrust(self.rng.sample(range(self.pool.num_blocks), 1))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_sequence_that_fits_is_never_told_to_lack_blocks(seed: int) -> None:
-    """However blocks are taken, given back, named and evicted meanwhile."""
+    """However blocks are taken, given back, named, evicted and distrusted meanwhile."""
     history = _History(seed)
     sequence, pool = history.sequence, history.pool
     shortage = None

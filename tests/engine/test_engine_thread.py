@@ -335,7 +335,7 @@ def test_only_a_request_that_is_alone_and_goes_on_leaves_the_cores_to_its_first_
 
 def test_only_further_tokens_of_outputs_that_go_on_can_wait() -> None:
     load = Harness().engine.load()
-    nothing = StepResult((), (), (), (), (), (), (), (), load)
+    nothing = StepResult((), (), (), (), (), (), (), (), (), load)
     goes_on = SequenceOutput("a", TokenOutput(0, (5,)))
     ends = SequenceOutput("b", TokenOutput(0, (5,), finish_reason=FinishReason.LENGTH))
     assert nothing.can_wait

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.core.block_hash import BlockHash
 from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
+from kvrelay.engine.request import KVRole
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import NO_TOKEN
 from tests.engine.fake_runner import FakeRunner, expected_output
@@ -49,4 +51,74 @@ def test_what_a_fault_has_left_is_not_found_again(run_ahead: bool) -> None:
         harness.results.clear()
     assert harness.tokens["good", 0] == expected_output(PROMPT, 8)
     assert harness.evicted, "nor by those who hold it under its name elsewhere"
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_what_others_still_hold_is_not_found_either(run_ahead: bool) -> None:
+    """With a popular prefix, somebody always holds it."""
+    harness = Harness(
+        run_ahead=run_ahead, wrap=lambda runner: FaultyRunner(), max_num_batched_tokens=CHUNK, publish=True
+    )
+    harness.engine.add(request("bad", PROMPT))
+    names: list[BlockHash] = []
+    while not names:
+        harness.step()
+        names = [block.block_hash for result in harness.results for block in result.named]
+    harness.engine.add(request("holder", PROMPT, role=KVRole.CONSUME))
+    harness.run()
+    assert harness.admission("holder").num_cached_tokens == CHUNK
+    harness.engine.add(request("good", PROMPT))
+    harness.run()
+    assert [failure.request_id for result in harness.results for failure in result.failures] == ["bad"]
+    assert harness.tokens["good", 0] == expected_output(PROMPT, 8)
+    told = [name for result in harness.results for name in result.distrusted]
+    assert set(names) <= set(told) and len(set(told)) == len(told), "a store has to forget them"
+    harness.engine.unpin([block.block_id for block in harness.admission("holder").missing])
+    harness.engine.abort("holder")
+    harness.run()
+    harness.engine.check_idle()
+
+
+def test_what_is_being_published_is_not_found_and_is_forgotten_afterwards() -> None:
+    harness = Harness(wrap=lambda runner: FaultyRunner(), max_num_batched_tokens=CHUNK, publish=True)
+    engine = harness.engine
+    engine.add(request("bad", PROMPT))
+    pinned = []
+    busy = True
+    while busy:  # as `Harness.step` does, but for the pins
+        result, busy = engine.step()
+        pinned += [block.block_id for block in result.named] if result is not None else []
+    assert pinned and not harness.evicted
+    engine.add(request("good", PROMPT))
+    harness.run()
+    assert harness.tokens["good", 0] == expected_output(PROMPT, 8), "it has blocks of its own"
+    engine.unpin(pinned)
+    assert sorted(harness.evicted) == sorted(pinned)
+    harness.run()
+    engine.check_idle()
+
+
+def test_a_prefix_that_was_found_before_it_was_distrusted_is_not_offered() -> None:
+    """The name is gone, so nobody would withdraw the block before it gets another content."""
+    harness = Harness(
+        wrap=lambda runner: FaultyRunner(), max_num_batched_tokens=CHUNK, publish=True, publish_hits=True, num_blocks=16
+    )
+    harness.engine.add(request("bad", PROMPT))
+    prefix: set[BlockHash] = set()
+    while not prefix:
+        harness.step()
+        prefix = {block.block_hash for result in harness.results for block in result.named}
+    harness.engine.add(replace(request("late", PROMPT, role=KVRole.PRODUCE), receive=True))
+    harness.run()
+    assert harness.admission("late").num_cached_tokens == CHUNK
+    assert prefix <= {name for result in harness.results for name in result.distrusted}
+    harness.engine.unpin([block.block_id for block in harness.admission("late").missing])
+    harness.results.clear()
+    harness.engine.start("late")
+    harness.run()
+    offered = {block.block_hash for result in harness.results for block in result.named}
+    assert offered and not prefix & offered
+    harness.engine.release_lease("late")
+    harness.run()
     harness.engine.check_idle()

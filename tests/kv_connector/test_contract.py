@@ -167,6 +167,16 @@ async def test_retracted_blocks_are_missing(node: MakeNode, harness: Harness | D
     assert result == (FETCHED, FETCHED if harness.outlives_owner else MISSING, FETCHED)
 
 
+async def test_discarded_blocks_are_nowhere(node: MakeNode) -> None:
+    owner, peer = node("owner"), node("peer")
+    sent = blocks(3)
+    await write_and_publish(owner, sent)
+    await asyncio.to_thread(owner.connector.retract, [1])
+    await owner.connector.discard([sent[1].block_hash])
+    await owner.connector.discard([])
+    assert await peer.connector.fetch(owner.source, sent, timeout=10) == (FETCHED, MISSING, FETCHED)
+
+
 async def test_blocks_of_a_closed_owner_come_only_from_a_store(
     node: MakeNode, harness: Harness | DirectHarness
 ) -> None:

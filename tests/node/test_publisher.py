@@ -134,6 +134,35 @@ async def test_an_unforeseen_error_is_reported_and_still_unpins() -> None:
     assert unpinned == [0, 1, 2]
 
 
+async def test_what_is_distrusted_is_discarded_after_what_was_enqueued_before() -> None:
+    """Otherwise a store would get it after it has forgotten it."""
+    events: list[object] = []
+
+    class Store(InProcessConnector):
+        async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+            events.append([block.block_hash for block in blocks])
+
+        async def discard(self, names: Sequence[BlockHash]) -> None:
+            events.append(("discard", list(names)))
+
+    publisher = Publisher(Store(InProcessHub()), lambda block_ids: None, an_outage_log())
+    publisher.start(lambda error: pytest.fail(str(error)))
+    first, second, third = BLOCKS
+    publisher.enqueue([first, second])
+    publisher.discard([second.block_hash])
+    publisher.discard([])
+    async with asyncio.timeout(PATIENCE):
+        await publisher.drain()
+        publisher.enqueue([third])
+        await publisher.drain()
+    assert events == [
+        [first.block_hash, second.block_hash],
+        ("discard", [second.block_hash]),
+        [third.block_hash],
+    ]
+    await publisher.close()
+
+
 async def test_closing_publishes_nothing_more_and_unpins_what_waits() -> None:
     connector, unpinned = HangingConnector(), list[int]()
     publisher = Publisher(connector, unpinned.extend, an_outage_log())
