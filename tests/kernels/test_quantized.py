@@ -146,6 +146,22 @@ def test_a_value_that_is_not_finite_is_not_hidden(
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("place", [0, 5, -1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_not_hidden(value: float, place: int, bits: Bits, instruction_set: str) -> None:
+    """A damaged checkpoint would otherwise give wrong tokens, and no error."""
+    rows = torch.randn(16, 256)
+    group = slice(128, 128 + quantized.GROUP_SIZES[bits])
+    rows[3, group][place] = value
+    weight = to_nearest(rows, bits)
+    found = quantized.dequantize(weight, torch.float32).isfinite()
+    assert not found[3, group].any()
+    found[3, group] = True
+    assert found.all()
+    assert not quantized.linear(torch.randn(2, 256).bfloat16(), weight)[:, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-35, 1e30])
 def test_the_ends_of_the_range(size: float, bits: Bits, instruction_set: str) -> None:
     weight = to_nearest(torch.randn(16, 128) * size, bits)

@@ -34,6 +34,7 @@ bf16 group_scale(const T* weight, std::int64_t count, int bits) {
   for (std::int64_t i = 0; i < count; ++i) {
     const float value = to_float(weight[i]);
     if (!(__builtin_fabsf(value) <= __builtin_fabsf(extreme))) extreme = value;
+    if (extreme != extreme) break;  // it makes the whole group NaN, as it would the sums without quantisation
   }
   bf16 scale;
   constexpr float kSmallest = 0x1p-126f;  // smaller ones have no finite inverse
