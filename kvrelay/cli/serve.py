@@ -124,7 +124,7 @@ async def _serve(settings: ServeSettings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
-            loop.add_signal_handler(number, cluster.cancel)  # a second signal interrupts the orderly end
+            loop.add_signal_handler(number, _end, cluster, number)
     if settings.supervised:
         on_stdin_closed(cluster.cancel)
     try:
@@ -136,6 +136,13 @@ async def _serve(settings: ServeSettings) -> int:
         _say(f"the cluster has ended: {error}")
         return 1
     return 0
+
+
+def _end(cluster: "asyncio.Task[None]", number: int) -> None:
+    """Ends the cluster in order because of a signal. A second one interrupts that; SIGHUP does not, because a shell may
+    send it once more when its terminal is closed."""
+    if number != signal.SIGHUP or not cluster.cancelling():
+        cluster.cancel()
 
 
 async def _run_cluster(settings: ServeSettings) -> None:

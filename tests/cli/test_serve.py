@@ -322,6 +322,32 @@ async def test_a_closed_terminal_ends_the_cluster_unless_nohup_started_it(
         signal.signal(signal.SIGHUP, before)
 
 
+async def test_a_terminal_that_hangs_up_twice_does_not_hurry_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell may send SIGHUP once more. After it, Ctrl-C hurries as ever."""
+    asked = 0
+
+    async def end_in_order(settings: ServeSettings) -> None:
+        nonlocal asked
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+        for _ in range(10):
+            await asyncio.sleep(0)  # the loop hears of it
+        asked += 1
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("kvrelay.cli.serve._run_cluster", end_in_order)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        serving = asyncio.create_task(_serve(settings_of("m")))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert (await serving, asked) == (0, 1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_wrong_redis_url_is_refused_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         settings_of("m", "--connector", "redis", "--redis-url", SECRET.replace("redis://", "http://"))
