@@ -1,8 +1,12 @@
 """What the command lines of benchmark scripts share: a parser, and types of arguments."""
 
 import argparse
+import os
 import shlex
+import sys
 from pathlib import Path
+
+from kvrelay.core.config_fields import ENV_PREFIX
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -18,10 +22,22 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def script_parser(file: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of the script in `file`, which is run as `python -m bench.NAME`."""
+    """Returns the parser of the script in `file`, which is run as `python -m bench.NAME`. The environment keeps none of
+    kvrelay's settings, and a note names those that it had."""
+    for variable in drop_settings():
+        print(f"note: the variable {variable} is not a setting of benchmarks; ignored", file=sys.stderr)
     return argparse.ArgumentParser(
         prog=f"python -m bench.{Path(file).stem}", description=description, formatter_class=_Help
     )
+
+
+def drop_settings() -> list[str]:
+    """Removes kvrelay's settings from the environment, and returns their names: what a benchmark starts, and the loads
+    that it makes, would have them, and not be what it says that they are."""
+    found = sorted(variable for variable in os.environ if variable.startswith(ENV_PREFIX))
+    for variable in found:
+        del os.environ[variable]
+    return found
 
 
 def positive(text: str) -> int:

@@ -13,6 +13,7 @@ measurement fails, whether or not targets are met.
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -20,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,14 @@ from bench.arguments import positive, script_parser
 from bench.cpu.report import Result, Values, add_result, medians, read_results, report
 from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
 from bench.figures import Figure, read_figures
+from bench.peers.processes import descendants
 from bench.python_speed import loop_nanoseconds
 from kvrelay.bench.result import environment
 from kvrelay.core.cgroup import available_cores
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_SECONDS = 2 * 3600.0  # that one command may take
-_END_SECONDS = 120.0  # that it may take to end its servers
+_END_SECONDS = 240.0  # that it may take to end its servers: three at most, each for up to a minute
 _INTERRUPTED = "interrupted"
 _CHANGED = "+"  # behind a commit whose files have been changed
 
@@ -45,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.show:
         columns = {path.stem: _results(parser, "--show", path) for path in arguments.show}
+        if len(columns) < len(arguments.show):
+            parser.error("--show: two of these files have the same name, which would be that of their columns")
         print(report(columns))
         if len(columns) == 1:
             print("\n" + medians(*columns.values()))
@@ -104,16 +110,18 @@ def _measure_all(
     measurements: Sequence[Comparison | Part], found: Mapping[str, Result], arguments: argparse.Namespace
 ) -> int:
     """Measures what is not among the results `found` already."""
-    commit = _commit()
     output = arguments.output.resolve()
     has_failed = False
     for measurement in measurements:
+        commit = _commit()
         done = found.get(measurement.name)
         commands = tuple(_shown(command) for command in _commands(measurement, arguments))
         if done is not None and _holds(done, commit, commands):
             print(f"{measurement.name}: is in {arguments.output} already", flush=True)
             continue
         result = _measure(measurement, arguments, commands, commit)
+        if _commit() != commit:
+            result = replace(result, commit=commit.removesuffix(_CHANGED) + _CHANGED)
         add_result(output, result)
         if result.problem:
             print(f"{measurement.name}: {result.problem}", flush=True)
@@ -188,8 +196,8 @@ def _run(command: Sequence[str]) -> str:
         except subprocess.TimeoutExpired:
             _end(process, signal.SIGTERM)
             return f"ended after {_LONGEST_SECONDS:g} s"
-        except KeyboardInterrupt:
-            _end(process, signal.SIGINT)
+        except (KeyboardInterrupt, SystemExit) as error:  # the latter for another signal
+            _end(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             return _INTERRUPTED
         except BaseException:
             _end(process, signal.SIGTERM)
@@ -203,7 +211,9 @@ def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()
+        for one in descendants(process.pid):  # a server that went on would compute beside all that is measured later
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(one, signal.SIGKILL)
 
 
 def _ratio(entry: Mapping[str, Any]) -> Values:

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.arguments import drop_settings
 from bench.load_prompts import prompts_of
 from bench.random_model import write_random_model
 from bench.topology import Topology
@@ -66,6 +67,7 @@ class ServeVsGenerateSettings(ProcessSettings):
 
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(ServeVsGenerateSettings, argv, prog="python -m bench.serve_vs_generate")
+    drop_settings()
     try:
         run(settings)
     except KVRelayError as error:

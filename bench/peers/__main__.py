@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from bench.arguments import drop_settings
 from bench.peers.base import Engine, Peer, PeerError, Setup
 from bench.peers.compare import Comparison, Findings, Ratio, ratios
 from bench.peers.in_process import WORKLOADS as IN_PROCESS_WORKLOADS
@@ -140,6 +141,7 @@ class PeersSettings(ProcessSettings):
 
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(PeersSettings, argv, prog="python -m bench.peers")
+    drop_settings()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended, too
     try:
         measure_and_report(settings, _comparison(settings, settings.directory.resolve()))

@@ -107,6 +107,27 @@ def test_another_measurement_is_made(
     assert len(output.read_text().splitlines()) == 2
 
 
+def test_what_is_changed_meanwhile_is_not_of_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given(monkeypatch, FAILS, replace(FAILS, name="later"))
+    commits = iter(["abc", "abc+", "abc+", "abc+"])
+    monkeypatch.setattr(cpu_suite, "_commit", lambda: next(commits))
+    monkeypatch.setattr(cpu_suite, "_run", lambda command: "it failed")
+    output = tmp_path / "suite.jsonl"
+    assert cpu_suite.main(["--output", str(output)]) == 1
+    assert [found.commit for found in read_results(output).values()] == ["abc+", "abc+"]
+
+
+def test_what_does_not_end_is_killed_with_the_servers_that_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_suite, "_END_SECONDS", 0.1)
+    stays = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    server = stays + "print('serves', flush=True); time.sleep(600)"
+    script = stays + f"subprocess.run([sys.executable, '-c', {server!r}], process_group=0)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"serves\n"
+        cpu_suite._end(process, signal.SIGTERM)
+        assert process.stdout.read() == b"", "which both have held open"
+
+
 def test_ctrl_c_ends_what_runs_and_is_noted(tmp_path: Path) -> None:
     output = tmp_path / "suite.jsonl"
     command = [sys.executable, "-m", "bench.cpu_suite", "--only", "router", "--output", str(output)]
@@ -128,6 +149,16 @@ def test_a_target_is_met_in_all_rounds_in_none_or_in_some() -> None:
     assert verdict(most, [0.91]) is False and verdict(least, [1, 0.5]) is False
     assert verdict(most, [0.9, 1.0]) is None
     assert (str(most), str(least), str(Target("it"))) == ("<= 0.9", ">= 1.1", "")
+
+
+def test_files_of_one_name_are_not_shown_as_one(tmp_path: Path, capsys: Capture) -> None:
+    files = [tmp_path / folder / "suite.jsonl" for folder in ("one", "other")]
+    for file in files:
+        file.parent.mkdir()
+        add_result(file, result("router"))
+    with pytest.raises(SystemExit):
+        cpu_suite.main(["--show", *map(str, files)])
+    assert "--show: two of these files have the same name" in capsys.readouterr().err
 
 
 def test_a_report_has_a_column_for_each_file(tmp_path: Path, capsys: Capture) -> None:

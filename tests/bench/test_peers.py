@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench import random_model
+from bench.peers import __main__ as peers
 from bench.peers import processes
 from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, render, server_of
 from bench.peers.base import Peer, PeerError, Server
@@ -28,6 +29,7 @@ from bench.peers.workloads import Figure, settings_of, vocabulary_settings
 from bench.random_model import kept_model, write_byte_tokenizer, write_random_model
 from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
+from kvrelay.bench.settings import ServeBenchSettings
 
 
 def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> None:
@@ -43,6 +45,22 @@ def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> No
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert {len(tokenizer.encode(text).ids) for text in texts} == {512}
     assert len(set(texts)) == len(texts) >= 6
+
+
+def test_settings_of_the_shell_change_no_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_STREAMS", "2")
+    monkeypatch.setenv("KVRELAY_ENDPOINT", "chat")
+    monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "4")  # our cluster would have it, and the peer would not
+    monkeypatch.setattr(peers, "_comparison", Mock(side_effect=PeerError("not installed here")))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert peers.main(["--rounds", "1"]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not any(name.startswith("KVRELAY_") for name in os.environ)
+    server = Server("http://127.0.0.1:1", "m", 0.0)
+    settings = settings_of("D", server, {"vocab_size": 4096}, seed=0, scale=1.0)
+    assert isinstance(settings, ServeBenchSettings) and settings.streams == 8
 
 
 def test_workloads_of_equal_and_of_other_seeds_share_no_prompt() -> None:
