@@ -1,5 +1,6 @@
 """`kvrelay bench serve|latency|throughput|sweep`: from settings to a table, and to files where they are asked for."""
 
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -74,8 +75,8 @@ def _run(command: str, settings: BenchSettings) -> int:
     raise_open_files_limit()  # every request that runs has a connection
     model, results = uvloop.run(measure(settings))
     knee = find_knee(results, settings.attainment) if isinstance(settings, SweepBenchSettings) else None
+    all_written = _write_files(command, settings, model, results, knee)  # first: nobody may read the table any more
     _print(settings, results, knee)
-    all_written = _write_files(command, settings, model, results, knee)
     if any(result.was_cut for result in results):
         return INTERRUPTED
     all_well = all(result.summary.num_completed and not result.summary.num_failed for result in results)
@@ -83,6 +84,8 @@ def _run(command: str, settings: BenchSettings) -> int:
 
 
 def _print(settings: BenchSettings, results: Sequence[RunResult], knee: RunResult | None) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a server's message may hold what no terminal shows
     if isinstance(settings, SweepBenchSettings):
         print(render_sweep(results, knee, settings.slos, settings.attainment))
         return

@@ -31,8 +31,9 @@ _PAUSE_AFTER_FAILURE_SECONDS = 1.0
 class Load:
     """One run of sessions.
 
-    `records` grows while it runs; `running` holds the answers that are still coming. `longest_stall` is the longest
-    time in seconds for which this process's loop did not turn, so that nothing that arrived was noticed.
+    `records` grows while it runs, and `num_failed` and `num_output_tokens` are sums over it: it may hold millions, too
+    many to look at while others arrive. `running` holds the answers that are still coming. `longest_stall` is the
+    longest time in seconds for which this process's loop did not turn, so that nothing that arrived was noticed.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Load:
         self._started = clock.now()
         self._num_sent = 0
         self.records: list[RequestRecord] = []
+        self.num_failed = 0
+        self.num_output_tokens = 0
         self.running: dict[int, Answer] = {}
         self.longest_stall = 0.0
 
@@ -110,8 +113,13 @@ class Load:
             raise
         finally:
             del self.running[index]
-            self.records.append(self._record(index, request, answer, scheduled))
+            self._note(self._record(index, request, answer, scheduled))
         return answer
+
+    def _note(self, record: RequestRecord) -> None:
+        self.records.append(record)
+        self.num_failed += record.failure is not None
+        self.num_output_tokens += record.num_output_tokens
 
     def _record(self, index: int, request: ReadyRequest, answer: Answer, scheduled: float) -> RequestRecord:
         spec = request.spec

@@ -57,6 +57,7 @@ class OpenAIClient:
             else aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=generation.timeout),
             headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),  # a load balancer's would keep all requests on one server
         )
 
     async def resolve_model(self, wanted: str) -> str:
@@ -99,7 +100,7 @@ class OpenAIClient:
             answer.failure = Failure("timeout", "not finished within --timeout")
         except aiohttp.ClientConnectorError as error:
             answer.failure = Failure("connect", str(error))
-        except (ValueError, TypeError, AttributeError) as error:  # not the JSON that the API describes
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:  # not the JSON that the API describes
             answer.failure = Failure("not understood", str(error))
         except aiohttp.ClientError as error:
             answer.failure = Failure("disconnected", f"{type(error).__name__}: {error}")
@@ -130,7 +131,7 @@ class OpenAIClient:
                 for choice in event.get("choices") or ():
                     if choice.get("finish_reason") is not None:
                         finished, closed = True, now
-                    text = self._text(choice)
+                    text = self._text(choice, is_first=not answer.arrivals)
                     if text is not None:
                         answer.arrivals.append(now)
                         texts.append(text)
@@ -142,17 +143,17 @@ class OpenAIClient:
             rest = f": {_error_text(parser.rest)}" if parser.rest else ""  # such as JSON in place of events
             answer.failure = Failure("ended early", f"the stream ended without a finish_reason{rest}")
 
-    def _text(self, choice: dict[str, Any]) -> str | None:
+    def _text(self, choice: dict[str, Any], *, is_first: bool) -> str | None:
         """Returns the text that this event adds, or None if it only opens or closes the choice. A token may not have
-        text yet."""
+        text yet. Some servers name the role in every event; `is_first` tells that none has added anything yet."""
         if not self._is_chat:
             text: str = choice.get("text") or ""
             return text if text or choice.get("finish_reason") is None else None
         delta = choice.get("delta") or {}
-        text = delta.get("content") or delta.get("reasoning_content") or ""
+        text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
         if text:
             return text
-        return None if "role" in delta or choice.get("finish_reason") is not None else ""
+        return None if (is_first and "role" in delta) or choice.get("finish_reason") is not None else ""
 
 
 def _unanswered(base: str, error: Exception) -> str:
@@ -168,9 +169,17 @@ def _unanswered(base: str, error: Exception) -> str:
 
 
 def _count(usage: dict[str, Any], answer: Answer) -> None:
-    answer.num_output_tokens = usage.get("completion_tokens")
-    answer.num_prompt_tokens = usage.get("prompt_tokens")
-    answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    answer.num_output_tokens = _number(usage, "completion_tokens")
+    answer.num_prompt_tokens = _number(usage, "prompt_tokens")
+    answer.num_cached_tokens = _number(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+
+
+def _number(counts: dict[str, Any], name: str) -> int | None:
+    """Returns one of the server's counts, None if it sends none. Raises TypeError if it is no whole number."""
+    count = counts.get(name)
+    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 0):
+        return count
+    raise TypeError(f"usage: {name} is {count!r}")
 
 
 def _model_names(body: bytes) -> list[str]:

@@ -47,7 +47,7 @@ def _sweep_row(result: RunResult) -> Sequence[str]:
         result.label,
         f"{summary.requests_per_second:.2f}",
         "-" if goodput is None else f"{goodput.requests_per_second:.2f}",
-        "-" if goodput is None else f"{goodput.attainment:.0%}",
+        "-" if goodput is None else f"{goodput.attainment:.1%}",
         f"{summary.output_tokens_per_second:.1f}",
         *(_ms(summary.ttft, name) for name in ("p50", "p99")),
         *(_ms(summary.itl, name) for name in ("p50", "p99")),
@@ -57,10 +57,11 @@ def _sweep_row(result: RunResult) -> Sequence[str]:
 
 
 def _knee_line(results: Sequence[RunResult], knee: RunResult | None, slos: Slos, attainment: float) -> str:
+    share = f"{100 * attainment:g}%"
     left_out = "; loads with a flaw were left out" if any(result.flaws for result in results) else ""
     if knee is None:
-        return f"no load meets {slos} for {attainment:.0%} of its requests{left_out}"
-    return f"the highest load at which {attainment:.0%} of the requests meet {slos}: {knee.label}{left_out}"
+        return f"no load meets {slos} for {share} of its requests{left_out}"
+    return f"the highest load at which {share} of the requests meet {slos}: {knee.label}{left_out}"
 
 
 def _lines(summary: Summary, slos: Slos | None) -> Iterator[str]:
@@ -101,8 +102,8 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"{summary.num_short} requests had fewer chunks than tokens asked for: cut short, or several in a chunk"
     if result.client_was_late:
         yield f"a request was sent {summary.latest_start * 1e3:.0f} ms late: this client could not keep up"
-    if result.max_concurrency is not None and len(result.records) < result.max_concurrency and not result.was_cut:
-        yield f"{len(result.records)} requests in all: there were never {result.max_concurrency} at a time"
+    if result.was_too_small:
+        yield f"{result.num_at_once} requests or conversations: there were never {result.max_concurrency} at a time"
     if result.longest_wait > LATE_SECONDS:
         wait = f"{result.longest_wait * 1e3:.0f} ms"
         yield f"with --concurrency a request was sent {wait} after its time: no latency includes this wait"

@@ -24,7 +24,8 @@ class RunResult:
     `client_cpu_seconds` is the processor time that this process took during the run, and `client_cpu_share` its share
     of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `num_unsent` are the later
     turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time, None:
-    nothing did. `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
+    nothing did. `num_at_once` is the number of requests or conversations, if all could have begun at once.
+    `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
     """
 
     label: str
@@ -36,6 +37,7 @@ class RunResult:
     was_cut: bool = False
     num_unsent: int = 0
     max_concurrency: int | None = None
+    num_at_once: int | None = None
     longest_stall: float = 0.0
 
     @property
@@ -63,6 +65,13 @@ class RunResult:
         return self.max_concurrency is None and self.summary.latest_start > LATE_SECONDS
 
     @property
+    def was_too_small(self) -> bool:
+        """Tells whether as many requests as `max_concurrency` could never run at a time."""
+        if self.max_concurrency is None or self.num_at_once is None:
+            return False
+        return self.num_at_once < self.max_concurrency
+
+    @property
     def longest_wait(self) -> float:
         """Returns how many seconds after its time a request was sent at most, with a limit of requests at a time. Those
         whose time was the beginning do not count: with a limit alone, all of them wait on purpose."""
@@ -72,7 +81,7 @@ class RunResult:
     @property
     def flaws(self) -> tuple[str, ...]:
         """Returns what makes the figures not those of the load that was asked for."""
-        found = {"cut off": self.was_cut, "client late": self.client_was_late}
+        found = {"cut off": self.was_cut, "client late": self.client_was_late, "too few": self.was_too_small}
         return tuple(name for name, is_true in found.items() if is_true)
 
 

@@ -62,6 +62,7 @@ class Runner:
             was_cut=was_cut,
             num_unsent=0 if was_cut or plan.num_requests is None else plan.num_requests - len(records),
             max_concurrency=plan.max_concurrency,
+            num_at_once=None if any(session.at for session in plan.sessions) else len(plan.sessions),
             longest_stall=load.longest_stall,
         )
 
@@ -94,12 +95,10 @@ class Runner:
 
 def _progress_line(load: Load, plan: Plan) -> str:
     of = "" if plan.num_requests is None else f"/{plan.num_requests}"
-    failed = sum(record.failure is not None for record in load.records)
-    tokens = sum(record.num_output_tokens for record in load.records)
-    tokens += sum(len(answer.arrivals) for answer in list(load.running.values()))
+    tokens = load.num_output_tokens + sum(len(answer.arrivals) for answer in list(load.running.values()))
     rate = tokens / max(load.elapsed, 1e-9)
     name = f"{plan.label}: " if plan.label else ""
     return (
-        f"{name}{len(load.records)}{of} requests done, {len(load.running)} running, {failed} failed, "
+        f"{name}{len(load.records)}{of} requests done, {len(load.running)} running, {load.num_failed} failed, "
         f"{load.elapsed:.0f} s, {rate:.1f} output tokens/s  "
     )

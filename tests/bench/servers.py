@@ -50,9 +50,10 @@ async def answering(
     models_status: int = 200,
     connections: set[object] | None = None,
     bodies: list[dict[str, Any]] | None = None,
+    cookies: list[str | None] | None = None,
 ) -> AsyncIterator[str]:
-    """Yields the URL of a server that sends these pieces to whoever asks for a completion, and notes the connection and
-    the body of the request."""
+    """Yields the URL of a server that sends these pieces to whoever asks for a completion, and notes connection, body
+    and cookies of the request. It answers with a cookie, as load balancers do that keep a client on one server."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
         if connections is not None:
@@ -60,7 +61,9 @@ async def answering(
             connections.add(request.transport.get_extra_info("peername"))
         if bodies is not None:
             bodies.append(await request.json())
-        response = web.StreamResponse(status=status)
+        if cookies is not None:
+            cookies.append(request.headers.get("Cookie"))
+        response = web.StreamResponse(status=status, headers={"Set-Cookie": "server=1"})
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)

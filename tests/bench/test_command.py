@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import resource
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from kvrelay.bench.report import render, render_sweep
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.slo import Slos
 from tests.bench.records import record, run_of
-from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering
+from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering, in_a_thread
 
 # Settings that a workload would ignore, and what the refusal says.
 IGNORED = [
@@ -209,6 +211,29 @@ def test_failures_are_shown_and_are_the_exit_code(capsys: pytest.CaptureFixture[
     assert "failed: 2 x http 404, the first: 404: Not Found" in capsys.readouterr().out
 
 
+def test_what_a_server_says_costs_no_result(tmp_path: Path) -> None:
+    """Its message need not be text that can be printed: half of an emoji, or what the terminal lacks."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "kvrelay", "bench", "latency", "--warmup", "0", *LOAD, "--json-file", str(result)]
+    refusal = answering((b'{"error":{"message":"\\ud83d \\u4f60"}}',), status=400)
+    with in_a_thread(refusal) as url:
+        environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+        ended = subprocess.run([*command, "--url", url], env=environment, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+    assert b"failed: 2 x http 400, the first: ? ?" in ended.stdout
+    [run] = json.loads(result.read_text())["runs"]
+    assert run["summary"]["failures"][0]["first_message"] == "\ud83d \u4f60"
+
+
+def test_the_file_is_written_whether_or_not_the_table_can_be(url: str, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-u", "-m", "kvrelay", "bench", "latency", "--url", url, *LOAD]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run([*command, "--json-file", str(result)], stdout=full, stderr=subprocess.PIPE)
+    assert ended.returncode and b"No space left on device" in ended.stderr
+    assert json.loads(result.read_text())["runs"][0]["summary"]["num_completed"] == 2
+
+
 def test_it_may_have_as_many_connections_as_the_system_allows(url: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
@@ -248,9 +273,9 @@ def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> No
     head, *rows = render_sweep(loads, loads[0], slos, 0.9).splitlines()
     assert head.split()[:5] == ["load", "req/s", "goodput", "meet", "SLOs"]
     assert [row.split()[:4] for row in rows[:3]] == [
-        ["1/s", "5.26", "5.26", "100%"],
-        ["2/s", "6.67", "6.67", "100%"],
-        ["4/s", "4.00", "0.00", "0%"],
+        ["1/s", "5.26", "5.26", "100.0%"],
+        ["2/s", "6.67", "6.67", "100.0%"],
+        ["4/s", "4.00", "0.00", "0.0%"],
     ]
     assert [row.rpartition("  ")[2] for row in rows[:3]] == ["-", "client late", "cut off"]
     cost = "this client took 0 us of processor time per output token"
@@ -299,9 +324,20 @@ def test_the_table_says_when_prompts_are_not_as_long_as_asked_for() -> None:
 
 
 def test_the_table_says_when_requests_are_fewer_than_may_run_at_a_time() -> None:
-    note = "2 requests in all: there were never 3 at a time"
-    assert note in render(run_of(record(1.0), record(2.0), max_concurrency=3), None)
-    assert "in all" not in render(run_of(record(1.0), record(2.0), max_concurrency=2), None)
+    turns = (record(1.0), record(2.0), record(3.0), record(4.0))
+    few = run_of(*turns, max_concurrency=3, num_at_once=2)
+    assert "2 requests or conversations: there were never 3 at a time" in render(few, None)
+    assert few.flaws == ("too few",)
+    enough, arriving = run_of(*turns, max_concurrency=2, num_at_once=2), run_of(*turns, max_concurrency=9)
+    assert "never" not in render(enough, None) + render(arriving, None) and not enough.flaws + arriving.flaws
+
+
+def test_the_table_and_the_verdict_of_a_sweep_do_not_contradict_each_other() -> None:
+    slos = Slos.parse(["ttft=1000"])
+    load = run_of(*(record(0.5 if number < 224 else 2.0) for number in range(250)), label="1/s", slos=slos)
+    table = render_sweep([load], None, slos, 0.9)
+    assert " 89.6% " in table and "no load meets ttft <= 1000 ms for 90% of its requests" in table
+    assert "at which 99.9% of the requests" in render_sweep([load], load, slos, 0.999)
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_measurement(

@@ -254,6 +254,10 @@ async def test_events_may_arrive_in_any_pieces() -> None:
         ((b"<html>gateway</html>",), 502, "http 502", "<html>gateway</html>"),
         ((PIECE, b'data: {"error":{"message":"died"}}\n\n'), 200, "error in the stream", "died"),
         ((b"data: {not json\n\n",), 200, "not understood", "property name"),
+        ((b"data: %s\n\n" % (b"[" * 100_000),), 200, "not understood", "recursion"),
+        ((PIECE, LAST, USAGE.replace(b":5", b':"5"')), 200, "not understood", "usage: completion_tokens is '5'"),
+        ((PIECE, LAST, USAGE.replace(b":9", b":9.5")), 200, "not understood", "usage: prompt_tokens is 9.5"),
+        ((PIECE, LAST, USAGE.replace(b":5", b":-1")), 200, "not understood", "usage: completion_tokens is -1"),
     ],
 )
 async def test_every_failure_has_its_kind_and_message(
@@ -265,25 +269,39 @@ async def test_every_failure_has_its_kind_and_message(
     assert message in record.failure.message
 
 
-async def test_the_opening_of_a_chat_is_no_token(tokenizer_directory: Path) -> None:
-    def delta(content: dict[str, str], reason: str | None = None) -> bytes:
-        return (
-            b"data: %s\n\n"
-            % json.dumps({"choices": [{"index": 0, "delta": content, "finish_reason": reason}]}).encode()
-        )
+def delta(content: dict[str, str], reason: str | None = None) -> bytes:
+    return b"data: %s\n\n" % json.dumps({"choices": [{"delta": content, "finish_reason": reason}]}).encode()
 
-    pieces = (
-        delta({"role": "assistant", "content": ""}),
-        delta({"content": "a"}),
-        delta({"content": "b"}),
-        delta({}, "stop"),
-    )
-    async with answering((*pieces, DONE)) as url:
+
+OPENING = {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (OPENING, {"content": "a"}, {"content": "b"}, {}),
+        (OPENING, {"reasoning_content": "a"}, {"content": "b"}, {}),
+        (OPENING, OPENING | {"reasoning": "a"}, OPENING | {"content": "b"}, OPENING),
+        (OPENING, OPENING | {"content": "a"}, OPENING, OPENING),  # the second token has no text yet
+    ],
+    ids=["once", "reasoning", "role-in-all", "no-text-yet"],
+)
+async def test_the_opening_of_a_chat_is_no_token(pieces: tuple[dict[str, str], ...], tokenizer_directory: Path) -> None:
+    *some, last = pieces
+    async with answering((*map(delta, some), delta(last, "stop"), DONE)) as url:
         settings = LatencyBenchSettings(
             url=url, endpoint="chat", tokenizer=str(tokenizer_directory), requests=1, warmup=0, progress="off"
         )
         _, [result] = await measure(settings)
     assert len(result.records[0].arrivals) == 2
+
+
+async def test_no_cookie_ties_the_load_to_one_server() -> None:
+    cookies: list[str | None] = []
+    async with answering((PIECE, LAST, DONE), cookies=cookies) as url:
+        by_name = url.replace("127.0.0.1", "localhost")  # there are no cookies for addresses
+        await measure(LatencyBenchSettings(url=by_name, requests=2, warmup=1, **SMALL))
+    assert cookies == [None] * 3
 
 
 @pytest.mark.parametrize(("keep_alive", "num_connections"), [(True, 1), (False, 3)])
