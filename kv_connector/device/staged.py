@@ -1,6 +1,7 @@
 """The connector of a node whose pool is on a device: blocks pass through host memory, which another connector serves.
 
-    publish   device -> slot of the staging -> `inner` publishes the slot and digests the copied bytes
+    publish   device -> slot of the staging -> `inner` publishes the slot and digests the copied bytes; a block whose
+              copy is still there is only offered to a store again
     fetch     `inner` fetches into a slot and verifies it there -> device
 
 `inner` keeps every rule of the seam for the staging, whose blocks are the slots; this module knows which slot belongs
@@ -134,24 +135,27 @@ class StagedConnector:
 
     async def _publish(self, blocks: Sequence[NamedBlock]) -> None:
         self._require_open()
-        claims = self._copies.claim(blocks)
+        claims = self._copies.claim(blocks, offer_again=self.has_store)
         if claims.given_up:
             self._inner.retract(claims.given_up)
-        if claims.copies:
-            await self._copy_and_offer(claims.copies)
+        if claims.copies or claims.existing:
+            await self._copy_and_offer(claims.copies, claims.existing)
         if claims.num_refused:
             raise KVError(f"no staging slot for {claims.num_refused} blocks")
 
-    async def _copy_and_offer(self, claimed: Sequence[StagedBlock]) -> None:
+    async def _copy_and_offer(self, copies: Sequence[StagedBlock], existing: Sequence[StagedBlock]) -> None:
+        """Makes `copies` and publishes them, and publishes `existing` ones again. These stay if that fails, since peers
+        may find them still."""
         try:
-            await self._worker.run(self._memory.to_host, [copy.copy for copy in claimed])
-            claimed = self._copies.standing(claimed)
+            if copies:
+                await self._worker.run(self._memory.to_host, [copy.copy for copy in copies])
+            standing = self._copies.standing([*existing, *copies])
             self._require_open()
-            await self._inner.publish([copy.staged for copy in claimed])
+            await self._inner.publish([copy.staged for copy in standing])
         except BaseException:
-            self._take_back([copy.slot for copy in claimed])
+            self._take_back([*(copy.slot for copy in copies), *self._copies.commit(existing)])
             raise
-        self._take_back(self._copies.commit(claimed))
+        self._take_back(self._copies.commit([*existing, *copies]))
 
     def _take_back(self, slots: Sequence[int]) -> None:
         """Frees slots that hold no block any more, in this order: peers must not find one that is used for another."""

@@ -1,6 +1,6 @@
 """Which staging slot holds the copy of which block of a device's pool, and the slots for arriving blocks.
 
-Invariant: a slot is free, claimed by one copy under way, or holds the copy of one block whose content has not changed
+Invariant: a slot is free, claimed by one publication, or holds the copy of one block whose content has not changed
 since. A claimed slot is given to nobody else until its block is published or given up, not even when that is retracted:
 otherwise a name could be published over the bytes of another block.
 """
@@ -36,10 +36,11 @@ class StagedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The result of `StagedCopies.claim`: `copies` are to be made; the slots in `given_up` held older copies until now;
-    `num_refused` blocks get no slot, since all are claimed."""
+    """The result of `StagedCopies.claim`: `copies` are to be made, those in `existing` only to be offered again; the
+    slots in `given_up` held older copies until now; `num_refused` blocks get no slot, since all are claimed."""
 
     copies: tuple[StagedBlock, ...]
+    existing: tuple[StagedBlock, ...]
     given_up: tuple[int, ...]
     num_refused: int
 
@@ -54,28 +55,36 @@ class StagedCopies:
         self._generations = [0] * num_blocks  # per block of the pool, grows when it is retracted
         self._lock = threading.Lock()  # held for dictionary updates only
 
-    def claim(self, blocks: Sequence[NamedBlock]) -> Claims:
-        """Claims slots for the blocks that have no copy yet, until `standing`, `commit` or `free`."""
+    def claim(self, blocks: Sequence[NamedBlock], *, offer_again: bool) -> Claims:
+        """Claims slots for the blocks that have no copy yet, until `commit` or `free`; with `offer_again` also those of
+        the copies that are there, until `commit`."""
         copies: list[StagedBlock] = []
+        existing: list[StagedBlock] = []
+        wanted: list[NamedBlock] = []
         given_up: list[int] = []
         with self._lock:
-            wanted = [block for block in blocks if not self._touch(block)]
+            for block in blocks:
+                if not self._holds(block):
+                    wanted.append(block)
+                elif offer_again:
+                    existing.append(self._copies.pop(block.block_id))
+                else:
+                    self._copies.move_to_end(block.block_id)
             for block in wanted:
                 slot = self._take(block.block_id, given_up)
                 if slot is not None:
                     copies.append(StagedBlock(block, slot, self._generations[block.block_id]))
-        return Claims(tuple(copies), tuple(given_up), len(wanted) - len(copies))
+        return Claims(tuple(copies), tuple(existing), tuple(given_up), len(wanted) - len(copies))
 
     def standing(self, copies: Sequence[StagedBlock]) -> list[StagedBlock]:
-        """Returns the copies whose blocks have not changed since; frees the slots of the others."""
+        """Returns the copies whose blocks have not changed since."""
         with self._lock:
-            good = [copy for copy in copies if self._stands(copy)]
-            self._free.extend(copy.slot for copy in copies if not self._stands(copy))
-        return good
+            return [copy for copy in copies if self._stands(copy)]
 
     def commit(self, copies: Sequence[StagedBlock]) -> list[int]:
-        """Takes note that these copies are published. Returns the slots of blocks that were retracted meanwhile; the
-        caller retracts and frees them. Until then they were claimed, so each name was published with its content."""
+        """Takes note that these claimed copies are published. Returns the slots of blocks that were retracted
+        meanwhile; the caller retracts and frees them. Until then they were claimed, so each name was published with its
+        content."""
         stale: list[int] = []
         with self._lock:
             for copy in copies:
@@ -86,8 +95,8 @@ class StagedCopies:
         return stale
 
     def forget(self, block_ids: Sequence[int]) -> list[int]:
-        """Takes note that blocks lose their content. Returns the slots of their copies, which the caller frees; copies
-        under way are not among them."""
+        """Takes note that blocks lose their content. Returns the slots of their copies, which the caller frees; those
+        that are claimed are not among them."""
         with self._lock:
             slots: list[int] = []
             for block_id in block_ids:
@@ -104,13 +113,10 @@ class StagedCopies:
     def _stands(self, copy: StagedBlock) -> bool:
         return self._generations[copy.block.block_id] == copy.generation
 
-    def _touch(self, block: NamedBlock) -> bool:
-        """Tells whether there is a copy of exactly this block, and makes it the last to give way."""
+    def _holds(self, block: NamedBlock) -> bool:
+        """Tells whether there is a copy of exactly this block."""
         copy = self._copies.get(block.block_id)
-        if copy is None or copy.block != block:
-            return False
-        self._copies.move_to_end(block.block_id)
-        return True
+        return copy is not None and copy.block == block
 
     def _take(self, block_id: int, given_up: list[int]) -> int | None:
         known_by_another_name = self._copies.pop(block_id, None)

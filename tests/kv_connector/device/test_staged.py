@@ -4,13 +4,28 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+import redis
 
 from kv_connector.base import FetchOutcome
 from kv_connector.device.staged import staging_blocks
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.named_block import NamedBlock
-from tests.kv_connector.backends import EPOCH, LAYOUT, DeviceNode, Node, blocks, content, moved, write_and_publish
+from tests.kv_connector.backends import (
+    EPOCH,
+    LAYOUT,
+    DeviceNode,
+    Harness,
+    InProcessHarness,
+    Node,
+    RedisHarness,
+    TieredHarness,
+    blocks,
+    content,
+    moved,
+    write_and_publish,
+)
+from tests.redis_server import RedisServer
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome
 SMALL = 8 * LAYOUT.block_bytes  # 2 slots for what arrives, 6 for copies
@@ -165,6 +180,82 @@ async def test_blocks_that_are_published_in_part_are_logged_once(caplog: pytest.
         await write_and_publish(owner, blocks(6, tag=str(turn)))
     assert caplog.messages == ["some of 6 blocks are not published: told to fail; not logged again while it fails"]
     await owner.connector.close()
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+async def test_a_store_is_offered_a_block_again_though_its_copy_is_still_there(
+    redis_server: RedisServer, is_behind: bool
+) -> None:
+    """Its values expire, and it may have lost some. `is_behind`: behind another tier."""
+    store = RedisHarness(redis_server.url, f"again-{is_behind}")
+    harness: Harness = TieredHarness(InProcessHarness(), store) if is_behind else store
+    owner = DeviceNode(harness.connector(), "owner", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    (block,) = blocks(1)
+    await write_and_publish(owner, [block])
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.expire(store.key(block), 30)
+        await write_and_publish(owner, [block])
+        assert 30 < int(client.ttl(store.key(block))) <= 60
+        client.delete(store.key(block))
+        await write_and_publish(owner, [block])
+    assert owner.device.num_to_host == 1
+    assert await owner.connector.fetch(None, moved([block], 9), timeout=10) == (FETCHED,)
+    assert owner.row(9) == content(block.block_hash, LAYOUT.block_bytes)
+    await owner.connector.close()
+
+
+class SlowStore(SlowPublisher):
+    has_store = True
+
+
+async def test_a_copy_that_a_store_is_offered_again_gives_way_to_nobody_meanwhile() -> None:
+    """A store behind other tiers reads it late, when its slot would hold another block."""
+    hub = InProcessHub()
+    inner = SlowStore(hub)
+    owner = DeviceNode(inner, "owner", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    peer = DeviceNode(InProcessConnector(hub), "peer", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    first, second, third = (moved(blocks(3, tag=str(turn)), 3 * turn) for turn in range(3))
+    inner.open.set()
+    await write_and_publish(owner, first)
+    inner.open.clear()
+    publications = [asyncio.create_task(owner.connector.publish(first))]
+    publications.append(asyncio.create_task(write_and_publish(owner, second)))
+    async with asyncio.timeout(10):
+        while inner.num_waiting < 3:
+            await asyncio.sleep(0)
+    with pytest.raises(KVError, match="no staging slot for 3 blocks"):
+        await write_and_publish(owner, third)
+    owner.connector.retract([first[1].block_id])
+    inner.open.set()
+    await asyncio.gather(*publications)
+    assert await peer.connector.fetch(owner.source, first, timeout=10) == (FETCHED, MISSING, FETCHED)
+    assert set(await peer.connector.fetch(owner.source, second, timeout=10)) == {FETCHED}
+    assert owner.device.num_to_host == 6
+    assert len(owner.staged._copies._free) == 1
+    for node in (owner, peer):
+        await node.connector.close()
+
+
+class FailingStore(FailsEverySecondTime):
+    has_store = True
+
+
+async def test_a_copy_that_a_store_does_not_take_again_stays() -> None:
+    hub = InProcessHub()
+    owner = DeviceNode(FailingStore(hub), "owner", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    peer = DeviceNode(InProcessConnector(hub), "peer", 64, LAYOUT, EPOCH, staging_bytes=SMALL)
+    await write_and_publish(owner, blocks(2))
+    with pytest.raises(KVError, match="told to fail"):
+        await owner.connector.publish(blocks(2))
+    assert set(await peer.connector.fetch(owner.source, blocks(2), timeout=10)) == {FETCHED}
+    await owner.connector.publish(blocks(2))
+    assert owner.device.num_to_host == 2
+    with pytest.raises(KVError, match="told to fail"):
+        await write_and_publish(owner, [blocks(2)[0], *moved(blocks(1, tag="new"), 2)])
+    assert set(await peer.connector.fetch(owner.source, blocks(2), timeout=10)) == {FETCHED}
+    assert len(owner.staged._copies._free) == 4, "that of the new one is free again"
+    for node in (owner, peer):
+        await node.connector.close()
 
 
 async def test_another_name_for_a_block_replaces_its_copy(pair: Pair) -> None:
