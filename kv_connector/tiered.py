@@ -31,8 +31,10 @@ from kvrelay.core.named_block import NamedBlock
 from kvrelay.core.outages import Outages
 
 _SHARE = 0.5  # of the time left, for a tier that is not the last one
-# Of what several tiers report of a block, the last one in this order is passed on.
-_SEVERITY = (FetchOutcome.MISSING, FetchOutcome.FAILED, FetchOutcome.REFUSED)
+# Of what several tiers report of a block that does not arrive, the last one in this order is passed on. A tier that
+# does not get through says nothing of the holder if another one does: between containers that do not share /dev/shm,
+# shared memory always fails.
+_SEVERITY = (FetchOutcome.FAILED, FetchOutcome.MISSING, FetchOutcome.REFUSED)
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ class TieredConnector(Generic[TierT_co]):
             raise KVError("the tiered connector is not allocated, or closed")
         deadline = self._clock.now() + timeout
         route = self._route(source)
-        outcomes = [FetchOutcome.MISSING if route or source is None else FetchOutcome.FAILED] * len(blocks)
+        outcomes = [FetchOutcome.FAILED if route or source is not None else FetchOutcome.MISSING] * len(blocks)
         for position, (tier, tier_source) in enumerate(route):
             wanted = [index for index, outcome in enumerate(outcomes) if outcome is not FetchOutcome.FETCHED]
             left = deadline - self._clock.now()

@@ -132,6 +132,20 @@ async def test_a_tier_that_fails_or_is_slow_leaves_time_for_the_next(pair: Pair)
     assert set(await pair.fetch(sent)) == {FAILED}
 
 
+async def test_a_block_that_one_tier_finds_missing_is_missing_though_another_one_fails(pair: Pair) -> None:
+    """The holder was reached, and is to be asked for other blocks."""
+    sent = blocks(4)
+    await write_and_publish(pair.owner, sent)
+    pair.owner_tiers[1].retract([2])
+    pair.peer_tiers[0].fails = True
+    assert await pair.fetch(sent) == (FETCHED, FETCHED, MISSING, FETCHED)
+    pair.owner_tiers[0].retract([1])
+    pair.peer_tiers[0].fails, pair.peer_tiers[1].fails = False, True
+    assert await pair.fetch(sent) == (FETCHED, MISSING, FETCHED, FETCHED)
+    pair.peer_tiers[0].fails = True
+    assert set(await pair.fetch(sent)) == {FAILED}
+
+
 async def test_a_block_that_is_damaged_in_the_first_tier_comes_from_the_second(pair: Pair) -> None:
     """The first tier refuses the block and counts it; its content is right in the end."""
     sent = blocks(3)
