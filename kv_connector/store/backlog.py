@@ -33,12 +33,14 @@ class Backlog:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, claims: Sequence[Claim]) -> None:
-        """Queues blocks. Raises what `store` has raised since, which has ended the task; `store` has to handle every
-        error that can be expected."""
+        """Queues blocks; one that waits already keeps its place, unless its content has changed. Raises what `store`
+        has raised since, which has ended the task; `store` has to handle every error that can be expected."""
         if self._task is not None and self._task.done():
             task, self._task = self._task, None
             task.result()
         for claim in claims:
+            if self._claims.get(claim.block.block_id) == claim:
+                continue
             self._claims[claim.block.block_id] = claim
             self._claims.move_to_end(claim.block.block_id)
         if self._claims and self._task is None:

@@ -53,6 +53,27 @@ async def test_blocks_added_meanwhile_wait_and_are_stored_with_their_newest_cont
     await backlog.close()
 
 
+async def test_a_block_that_is_offered_again_and_again_keeps_its_place() -> None:
+    """Otherwise it would never have its turn while others come as fast as they are stored."""
+    batches: list[Sequence[Claim]] = []
+    goes_on = asyncio.Semaphore(0)
+
+    async def store(batch: Sequence[Claim]) -> None:
+        batches.append(batch)
+        await goes_on.acquire()
+
+    backlog = Backlog(store)
+    hot = Claim(blocks(1, tag="hot")[0], 0)
+    for turn in range(4):
+        backlog.add([*(Claim(block, 0) for block in blocks(64, first_id=1 + 64 * turn)), hot])
+        async with asyncio.timeout(10):
+            while len(batches) <= turn:
+                await asyncio.sleep(0)
+        goes_on.release()  # the next batch is chosen after the blocks of the next turn were added
+    assert hot in batches[1]
+    await backlog.close()
+
+
 async def test_many_blocks_are_stored_in_batches() -> None:
     store = Store()
     store.gate.set()
