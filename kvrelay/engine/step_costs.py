@@ -11,6 +11,7 @@ from kvrelay.engine.plan import SchedulerOutput
 
 LEAST_PROMPT_TOKENS = 16  # fewer say little about the cost of one
 UNNOTICED_SECONDS = 0.010  # what a step may take longer even if decoding alone takes less
+_LEAST_TOKEN_SECONDS = 1e-9  # no processor computes a prompt token faster, but the average may fall below any number
 _NEWEST_WEIGHT = 1 / 8
 
 
@@ -53,7 +54,7 @@ class StepCosts:
         if self._decode is None or not self._prompt_token:
             return 0
         longer = self._decode if on_lent_cores else self._decode / 2
-        return int(max(longer, UNNOTICED_SECONDS) / self._prompt_token)
+        return int(max(longer, UNNOTICED_SECONDS) / max(self._prompt_token, _LEAST_TOKEN_SECONDS))
 
 
 def _averaged(average: float | None, newest: float) -> float:

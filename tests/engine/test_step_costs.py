@@ -71,6 +71,17 @@ def test_a_step_faster_than_decoding_makes_no_token_free() -> None:
     assert costs.num_cheap_tokens() == 0
 
 
+def test_prompts_that_cost_nothing_for_long_leave_the_number_of_cheap_tokens_finite() -> None:
+    """Steps that only decode were slow, say because of a neighbour, and none has come since."""
+    costs = StepCosts()
+    costs.count(step(1), 0.2)
+    costs.count(step(100), 0.3)
+    prompt = step(20)
+    for _ in range(5_500):
+        costs.count(prompt, 0.1)
+    assert costs.num_cheap_tokens() > 1_000_000
+
+
 def test_averages_follow_what_steps_cost_now() -> None:
     costs = StepCosts()
     costs.count(step(1), 0.030)
