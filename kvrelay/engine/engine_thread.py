@@ -48,9 +48,10 @@ def should_yield_cores(engine: Engine, result: StepResult | None) -> bool:
 
 
 def seconds_to_rest(engine: Engine) -> float:
-    """Returns how long to leave the cores to prompts that wait on another node, after a step that only decoded."""
+    """Returns how long to leave the cores to prompts that wait on another node, after a step that only decoded; 0 while
+    a step is in flight, since somebody may wait for its first token."""
     step = engine.costs.newest_decode
-    if step < _SHORTEST_STEP_SECONDS or not engine.threads.are_wanted():
+    if engine.has_steps_in_flight or step < _SHORTEST_STEP_SECONDS or not engine.threads.are_wanted():
         return 0.0
     return max(0.0, min(_MOST_STEPS_RESTED * step, _LONGEST_TURN_SECONDS - step))
 

@@ -10,7 +10,7 @@ from paged_kernels.cpu.threads import threads_kept
 from kvrelay.core.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread, seconds_to_rest
-from kvrelay.engine.request import StepResult
+from kvrelay.engine.request import KVRole, StepResult
 from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.timed_runner import TimedRunner
 from tests.manual_clock import ManualClock
@@ -63,6 +63,27 @@ def test_how_long_it_rests_depends_on_how_long_it_took(
     assert seconds_to_rest(harness.engine) == 0.0
     harness.engine.abort("a")
     harness.step()
+    harness.engine.check_idle()
+
+
+def test_it_does_not_rest_before_a_step_in_flight_is_collected(shares: tuple[CoreShare, CoreShare]) -> None:
+    """A prefill node leaves a prompt's step in flight for its KV to be fetched, while the newest one that it has
+    collected may have computed a single token."""
+    ours, other = shares
+    harness = harness_of(ours, 0.030)
+    other.claim(prompts_wait=True)
+    harness.engine.add(request("short", prompt_of(1), role=KVRole.PRODUCE))
+    harness.step()
+    harness.step()
+    assert seconds_to_rest(harness.engine) == pytest.approx(0.060)
+    harness.engine.add(request("long", prompt_of(20, 1), role=KVRole.PRODUCE))
+    harness.step()
+    assert harness.engine.has_steps_in_flight
+    assert seconds_to_rest(harness.engine) == 0.0
+    harness.run()
+    for request_id in ("short", "long"):
+        assert len(harness.tokens[request_id, 0]) == 1
+        harness.engine.release_lease(request_id)
     harness.engine.check_idle()
 
 
