@@ -20,6 +20,10 @@ def read_config_file(path: Path, names: Collection[str]) -> dict[str, Any]:
         raise ConfigurationError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--config: {path} is not valid YAML{_place(error)}") from None
+    except ValueError:  # whose words may quote the file, too
+        raise ConfigurationError(
+            f"--config: {path}: a value looks like a date or a number, but is none: if it is a text, write it in quotes"
+        ) from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

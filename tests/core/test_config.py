@@ -226,6 +226,8 @@ def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> 
         ("port: [", "is not valid YAML at line 1, column 8"),
         ("port 1\nwait: 2", "a line is `name: value`, without tabs"),
         ("port: 1\nhost: \x01", "is not valid YAML: it has characters that are no text"),
+        ("host: 2024-02-30", "a value looks like a date or a number, but is none"),
+        ("port: 0b_", "if it is a text, write it in quotes"),
         ("port: 1\nwait: 2\nport: 3", "line 3 sets 'port' again, after line 1"),
         ("# mine\nblock-size: 8\nblock_size: 16", "line 3 sets 'block_size' again, after line 2"),
         ("port: x", "--port: Input should be a valid integer"),
