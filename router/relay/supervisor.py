@@ -38,6 +38,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, GivenUpError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import KVSource
 from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.turns import ITEMS_AT_A_TIME
 from router.nodes.node import NodeHandle
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.inbox import Inboxes
@@ -121,7 +122,12 @@ class RequestSupervisor:
         """Serves the request as `Relay.run` describes."""
         try:
             self._open()
+            num_taken = 0  # without waiting, of all that came while the client took nothing
             while self._unfinished:
+                if num_taken == ITEMS_AT_A_TIME:
+                    num_taken = 0
+                    await asyncio.sleep(0)
+                num_taken = 0 if self._inbox.empty() else num_taken + 1
                 for event in (await self._inbox.get())():
                     yield event
             yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)

@@ -7,7 +7,11 @@ import pytest
 
 from kvrelay.core.errors import CancelledByPeerError
 from kvrelay.core.outputs import FinishReason
+from kvrelay.core.turns import ITEMS_AT_A_TIME
+from kvrelay.core.wire import output_to_wire
+from kvrelay.v1 import decode_node_pb2
 from router.relay.inbox import Inboxes
+from tests.loop_turns import counting_turns
 from tests.router.routed import a_request, begun, take, take_trace
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import token, until
@@ -66,3 +70,17 @@ async def test_a_request_whose_client_takes_too_little_ends_at_its_nodes_and_oth
             assert await take(fast) == token(9, finish=FinishReason.LENGTH)
             await take_trace(fast)
         await until(lambda: not nodes.relay._running.get("fast"))
+
+
+async def test_the_loop_turns_while_a_client_that_had_fallen_behind_takes_what_waits_for_it() -> None:
+    """Thousands of tokens may, and a client that takes each at once never waits."""
+    num_tokens = 10_000
+    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
+        _, wire_id = await begun(nodes, events, token(7))
+        event = decode_node_pb2.DecodeEvent(request_id=wire_id, tokens=output_to_wire(token(8)))
+        nodes.decode.send(*[event] * num_tokens)
+        await until(lambda: nodes.relay._running["r"]._inbox.qsize() >= num_tokens)
+        async with counting_turns() as num_turns:
+            for _ in range(num_tokens):
+                assert await anext(events) == token(8)
+            assert num_turns() >= num_tokens // ITEMS_AT_A_TIME - 1
