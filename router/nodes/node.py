@@ -31,10 +31,11 @@ class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; attempts count what they have
     under way, and report to `failed` or `outlier` how it went.
 
-    `misfit`: why the node, as it was last described, can be none of this router's; None if it can. `complaint`: why the
-    node is not live; empty while it is. `logged`: the complaints that the log has since the state changed. `heard_at`:
-    when the last message of the node came, on the registry's clock. The registry calls `on_lost`, which fails what this
-    router has under way at the node, and `on_live` when the node takes requests from now on.
+    `was_draining`: whether the node was draining when it was last watched. `misfit`: why the node, as it was last
+    described, can be none of this router's; None if it can. `complaint`: why the node is not live; empty while it is.
+    `logged`: the complaints that the log has since the state changed. `heard_at`: when the last message of the node
+    came, on the registry's clock. The registry calls `on_lost`, which fails what this router has under way at the node,
+    and `on_live` when the node takes requests from now on.
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
     `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
@@ -49,6 +50,7 @@ class NodeHandle:
     outages: Outages
     links: Links
     state: NodeState = NodeState.CONNECTING
+    was_draining: bool = False
     description: NodeDescription | None = None
     misfit: str | None = None
     load: NodeLoad = field(default_factory=NodeLoad)

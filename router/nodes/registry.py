@@ -254,6 +254,8 @@ class Registry:
     def _set_state(self, node: NodeHandle, state: NodeState) -> None:
         if node.state is not state:
             node.state = state
+            if node.is_watched:  # what is under way there learns only later that it is lost
+                node.was_draining = state is NodeState.DRAINING
             node.complaint = ""
             node.logged.clear()
             self.changed.set()

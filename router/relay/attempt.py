@@ -32,7 +32,7 @@ from kvrelay.core.kv_source import KVSource
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
-from router.nodes.node import NodeHandle, NodeState
+from router.nodes.node import NodeHandle
 from router.relay.charge import Charge
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
 from router.relay.prefill_client import (
@@ -70,13 +70,13 @@ class Loss(Enum):
 
 class NodeLostError(UnavailableError):
     """An attempt failed because of one node; another attempt without this node may succeed. `by_drain`: the node was
-    draining, so it is not the request that has ended it."""
+    draining when the router last heard of it, so it is not the request that has ended it."""
 
     def __init__(self, node: DecodePlacement | PrefillPlacement, loss: Loss, error: KVRelayError) -> None:
         super().__init__(str(error))
         self.source = node.source
         self.loss = loss
-        self.by_drain = node.node.state is NodeState.DRAINING
+        self.by_drain = node.node.was_draining
 
 
 class PlaceRefill(Protocol):

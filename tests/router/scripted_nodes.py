@@ -49,7 +49,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.protocol = PROTOCOL
         self.vocabulary = b""
         self.core_table = ""
-        self.updates: asyncio.Queue[node_pb2.WatchResponse] = asyncio.Queue()
+        self.updates: asyncio.Queue[node_pb2.WatchResponse | None] = asyncio.Queue()  # None ends the stream
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.port = 0
@@ -83,6 +83,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
                 draining=draining,
             )
         )
+
+    def end_watch(self) -> None:
+        self.updates.put_nowait(None)
 
     def attach(self, server: grpc.aio.Server) -> None:
         node_pb2_grpc.add_NodeServicer_to_server(self, server)
@@ -123,7 +126,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         while True:
             try:
                 async with asyncio.timeout(HEARTBEAT):
-                    last = await self.updates.get()
+                    update = await self.updates.get()
             except TimeoutError:
                 if self.is_silent or not last.HasField("load"):
                     continue
@@ -131,6 +134,9 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
                     epoch=last.epoch, sequence=last.sequence, load=last.load, draining=last.draining
                 )
             else:
+                if update is None:
+                    return
+                last = update
                 yield last
 
 

@@ -1,6 +1,7 @@
 """How many nodes a request may lose, since it may be what ends them. The test decides each answer of the nodes."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 import grpc
@@ -12,7 +13,7 @@ from kvrelay.core.outputs import FinishReason
 from router.nodes.node import NodeState
 from tests.router.routed import a_request, assert_idle, give_up, say, take, take_trace
 from tests.router.scripted_cluster import Cluster, cluster
-from tests.router.scripted_nodes import PrefillCall, ScriptedDecode, soon, token, until
+from tests.router.scripted_nodes import PrefillCall, ScriptedDecode, ScriptedNode, soon, token, until
 
 
 async def next_decode(nodes: Cluster) -> ScriptedDecode:
@@ -27,11 +28,11 @@ async def ended(nodes: Cluster, node: ScriptedDecode) -> None:
     await until(lambda: nodes.registry.decode[nodes.decodes.index(node)].state is NodeState.LOST)
 
 
-async def drained(nodes: Cluster, node: ScriptedDecode) -> None:
-    """Lets a node drain for as long as it may, and then end its stream."""
+async def drains(nodes: Cluster, node: ScriptedNode) -> None:
+    """Lets a node drain, and returns once the router knows."""
     node.update(1, draining=True)
-    await until(lambda: nodes.registry.decode[nodes.decodes.index(node)].state is NodeState.DRAINING)
-    node.end_stream()
+    handle = next(handle for handle in nodes.registry.nodes if handle.source.node_id == node.node_id)
+    await until(lambda: handle.state is NodeState.DRAINING)
 
 
 async def lose_decode_nodes(nodes: Cluster, count: int) -> list[ScriptedDecode]:
@@ -116,7 +117,9 @@ async def test_a_router_that_stops_does_not_give_up_a_request_that_waits_to_know
         assert_idle(nodes)
 
 
-async def test_nodes_that_drain_are_not_ended_by_the_request() -> None:
+@pytest.mark.parametrize("end", [ScriptedDecode.end_stream, ScriptedDecode.end_watch])
+async def test_nodes_that_drain_are_not_ended_by_the_request(end: Callable[[ScriptedDecode], None]) -> None:
+    """However the router learns that they have drained for as long as they may."""
     async with (
         cluster(num_decode_nodes=3, max_attempts=0, local_prefill_max_tokens=64) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
@@ -125,10 +128,30 @@ async def test_nodes_that_drain_are_not_ended_by_the_request() -> None:
         for _ in range(2):
             node = await next_decode(nodes)
             await node.admit()
-            await drained(nodes, node)
+            await drains(nodes, node)
+            end(node)
         node = await next_decode(nodes)
         say(node, (await node.admit()).request_id, token(7))
         assert await first == token(7)
+
+
+async def test_a_prefill_node_that_drains_and_is_lost_before_its_stream_ends_is_not_ended_by_the_request() -> None:
+    """A node that closes ends its Watch stream first."""
+    async with (
+        cluster(num_prefill_nodes=2, max_attempts=0) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        first = asyncio.create_task(take(events))
+        call = await soon(nodes.prefill.calls)
+        await nodes.decode.admit()
+        await drains(nodes, nodes.prefill)
+        nodes.prefill.end_watch()
+        await nodes.decode.aborted()
+        assert not (await nodes.decode.admit()).local_prefill
+        (await soon(nodes.prefills[1].calls)).finish(token(7, finish=FinishReason.STOP))
+        assert await first == token(7, finish=FinishReason.STOP)
+        await call.over.wait()
+        assert nodes.registry.prefill[0].state is NodeState.LOST
 
 
 async def test_outputs_that_run_apart_lose_nodes_each_on_its_own() -> None:
