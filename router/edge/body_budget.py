@@ -29,9 +29,10 @@ class BodyBudget:
         return BodyShare(self)
 
     def take(self, share: "BodyShare", num_bytes: int) -> bool:
-        """Takes bytes for a share, if there are so many left or no share is older. Tells whether it did."""
+        """Takes bytes for a share, if there are so many left, or none to take, or no share is older. Tells whether it
+        did."""
         self._shares.setdefault(share)
-        if num_bytes > self._num_left and share is not next(iter(self._shares)):
+        if num_bytes > max(0, self._num_left) and share is not next(iter(self._shares)):
             return False
         self._num_left -= num_bytes
         return True

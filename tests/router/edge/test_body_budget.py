@@ -62,6 +62,17 @@ async def test_the_body_that_came_first_never_waits_and_what_it_has_more_counts(
     await asyncio.wait_for(waiting[0], PATIENCE)
 
 
+async def test_a_body_that_has_what_it_needs_does_not_wait_though_the_first_one_has_more_than_there_is() -> None:
+    """An empty chunk may end it."""
+    budget = BodyBudget(2 * MIB)
+    first, second = budget.share(), budget.share()
+    await first.hold(MIB)
+    await second.hold(MIB)
+    await first.hold(4 * MIB)
+    async with asyncio.timeout(PATIENCE):
+        await second.hold(MIB)
+
+
 async def test_a_small_body_never_waits_and_is_not_in_the_way_of_others() -> None:
     budget = BodyBudget(MIB)
     small, large, more = (budget.share() for _ in range(3))
