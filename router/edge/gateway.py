@@ -30,7 +30,7 @@ from router.edge.edge import Edge
 from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_errors import answer_error
-from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json
+from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json, tokens_response
 from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.edge.prompt_logprobs import check_prompt_logprobs
 from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
@@ -184,10 +184,9 @@ class _Gateway:
                 prompt = body.wanted()
             work = self._edge.tokenize(prompt, body.model)
             token_ids, max_model_len = await until_disconnect(request.receive, work)
-        answer: Json = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids)}
-        if body.return_token_strs:
-            answer["token_strs"] = await in_turns(self._edge.tokenizer.token_text, token_ids)
-        return JSONResponse(answer)
+        texts = await in_turns(self._edge.tokenizer.token_text, token_ids) if body.return_token_strs else None
+        answer = await tokens_response(token_ids, texts, max_model_len=max_model_len)
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         with self._bodies.share() as share:

@@ -1,4 +1,4 @@
-"""Responses of the OpenAI API: whole ones, and streamed ones as server-sent events.
+"""Responses of the OpenAI API: whole ones, and streamed ones as server-sent events; and vLLM's of tokens.
 
 Invariant: events with text are built from strings, without a dict, and what does not change is encoded once per
 request.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.turns import ITEMS_AT_A_TIME, in_turns
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.request import KVOrigins, RequestTrace
@@ -316,6 +317,21 @@ async def whole_response(
     shown = None if shape.prompt_logprobs_in_choices else prompt_logprobs.get(0)
     first, *others = _extended(rest, prompt_logprobs=shown)
     return b"".join((*pieces, b"],", first[1:], *others))
+
+
+async def tokens_response(token_ids: Sequence[int], texts: Sequence[str] | None, *, max_model_len: int) -> bytes:
+    """Returns the body of an answer with the tokens of a prompt, and the text of each unless `texts` is None, in vLLM's
+    form. The event loop turns after some of them, because there may be millions."""
+    body: Json = {"count": len(token_ids), "max_model_len": max_model_len}
+    tokens = await _encoded_list(token_ids)
+    token_strs = None if texts is None else await _encoded_list(texts)
+    return b"".join(_extended(body, tokens=tokens, token_strs=token_strs))
+
+
+async def _encoded_list(items: Sequence[object]) -> bytes:
+    """Returns the JSON of a list, whose items are so small that many of them together are one of `in_turns`."""
+    slices = (items[start : start + ITEMS_AT_A_TIME] for start in range(0, len(items), ITEMS_AT_A_TIME))
+    return b"[%b]" % b",".join(await in_turns(lambda some: to_json(some)[1:-1].encode(), slices))
 
 
 def _extended(body: Json, **encoded: bytes | None) -> list[bytes]:

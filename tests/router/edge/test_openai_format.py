@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's and vLLM's form."""
+"""Log-probabilities in OpenAI's and vLLM's form, and tokens in vLLM's."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 
 from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.turns import ITEMS_AT_A_TIME
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import (
@@ -15,6 +16,7 @@ from router.edge.openai_format import (
     Envelope,
     Usage,
     WholeChoice,
+    tokens_response,
     whole_response,
 )
 from tests.loop_turns import counting_turns
@@ -69,3 +71,14 @@ async def test_those_of_a_whole_answer_are_encoded_as_they_come(
         body = json.loads(await whole_response(shape, Envelope("id", "model", 0), choices, num_choices, Usage(), {}))
         assert num_turns() >= num_choices - 1
     assert [choice["logprobs"] for choice in body["choices"]] == [shape.logprobs(entries, range(5))] * num_choices
+
+
+@pytest.mark.parametrize("texts", [None, ["a", "\u2028", '"'] * (7 * ITEMS_AT_A_TIME**2)])
+async def test_the_loop_turns_while_the_tokens_of_a_long_text_are_encoded(texts: list[str] | None) -> None:
+    """In one piece, those of megabytes would hold up every other request for seconds."""
+    token_ids = list(range(20 * ITEMS_AT_A_TIME**2 + 1))
+    async with counting_turns() as num_turns:
+        body = await tokens_response(token_ids, texts, max_model_len=9)
+        assert num_turns() >= (20 if texts is None else 41)
+    expected = {"count": len(token_ids), "max_model_len": 9, "tokens": token_ids}
+    assert json.loads(body) == (expected if texts is None else expected | {"token_strs": texts})
