@@ -43,7 +43,7 @@ from router.relay.prefill_client import (
     PrefillProgress,
 )
 from router.relay.recovery_metrics import MigrationCause, Rung
-from router.relay.refill import Refill
+from router.relay.refill import Refill, blocks_only
 from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
 from router.relay.supply import Supply
 from router.relay.tally import Tally
@@ -288,22 +288,23 @@ class Attempt:
         assert self._session is not None
         if self._refill is not None and not self._refill.over:
             return  # the refill's announcements are the answer
-        placement = self._refill_placement(num_missing_tokens)
+        refill_request = blocks_only(self._node_request)
+        placement = self._refill_placement(refill_request, num_missing_tokens)
         self._log_missing(num_missing_tokens, placement)
         if placement is None:
             self._session.pull_no_more()
             return
         self._tally.refill_began()
         supply = self._supply_by(placement, self._session)
-        self._refill = Refill(self._node_request, f"{self._wire_id}.refill", placement, supply, self._tally)
+        self._refill = Refill(refill_request, f"{self._wire_id}.refill", placement, supply, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._time_left())
 
-    def _refill_placement(self, num_missing_tokens: int) -> PrefillPlacement | None:
+    def _refill_placement(self, refill_request: NodeRequest, num_missing_tokens: int) -> PrefillPlacement | None:
         """Returns the attempt's only refill, or None if there was one already or no other node would help."""
         if self._refill is not None or self._prefill is None:
             return None
         placement = self._place_refill(
-            self._node_request, self._prefill.source, reader=self._decode.node, num_missing_tokens=num_missing_tokens
+            refill_request, self._prefill.source, reader=self._decode.node, num_missing_tokens=num_missing_tokens
         )
         if placement is not None and self._prefill.source.is_store_only and placement.source.is_store_only:
             return None  # from the store D has just got nothing

@@ -24,9 +24,17 @@ from router.request import NodeRequest
 _logger = logging.getLogger(__name__)
 
 
+def blocks_only(node_request: NodeRequest) -> NodeRequest:
+    """Returns what a refill asks for: one output, because there has to be one, and no log-probabilities. For those of
+    the prompt, it would have to compute what is held somewhere."""
+    sampling = replace(node_request.sampling, n=1, logprobs=None, prompt_logprobs=None)
+    return replace(node_request, sampling=sampling)
+
+
 class Refill:
-    """One refill: the owner calls `open`, then `take` with each event that the sink is given, then `close`. `supply` is
-    that of the node of `placement`. `over`: the node will announce no more blocks."""
+    """One refill: the owner calls `open`, then `take` with each event that the sink is given, then `close`.
+    `node_request` is one of `blocks_only`, and `supply` that of the node of `placement`. `over`: the node will announce
+    no more blocks."""
 
     def __init__(
         self,
@@ -38,9 +46,7 @@ class Refill:
     ) -> None:
         self.over = False
         self.node_id = placement.source.node_id
-        self._node_request = replace(
-            node_request, sampling=replace(node_request.sampling, n=1, logprobs=None, prompt_logprobs=None)
-        )
+        self._node_request = node_request
         self._wire_id = wire_id
         self._placement = placement
         self._supply = supply

@@ -60,8 +60,8 @@ async def published(
     return following, wire_id
 
 
-async def refill_call(nodes: Cluster, wire_id: str) -> PrefillCall:
-    call = await soon(nodes.prefills[1].calls)
+async def refill_call(nodes: Cluster, wire_id: str, *, number: int = 1) -> PrefillCall:
+    call = await soon(nodes.prefills[number].calls)
     assert call.request.request_id == f"{wire_id}.refill"
     assert tuple(call.request.prompt_token_ids) == PROMPT
     call.accept("second")
@@ -202,8 +202,9 @@ async def test_a_refill_whose_blocks_have_arrived_ends_with_its_first_token() ->
 
 async def test_a_refill_is_asked_for_blocks_only() -> None:
     """A refill has one output and no log-probabilities: prompt log-probabilities would compute the whole prompt once
-    more."""
-    async with cluster(num_prefill_nodes=2) as nodes:
+    more. So it goes to the node that holds it."""
+    async with cluster(num_prefill_nodes=3) as nodes:
+        await holds(nodes, nodes.prefills[2], 3)
         request = a_request(n=2)
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=1, logprobs=2))
         async with aclosing(nodes.relay.run(request)) as events:
@@ -216,7 +217,7 @@ async def test_a_refill_is_asked_for_blocks_only() -> None:
             await nodes.decode.started()
             await nodes.decode.pull()
             nodes.decode.kv_missing(wire_id, 10)
-            refill = await refill_call(nodes, wire_id)
+            refill = await refill_call(nodes, wire_id, number=2)
             refill.publish(1)
             await nodes.decode.pull()
             sampling = refill.request.sampling_params
@@ -227,7 +228,7 @@ async def test_a_refill_is_asked_for_blocks_only() -> None:
             await following
             await take(events)
             await take_trace(events)
-        assert await soon(nodes.prefills[1].released) == ("second",)
+        assert await soon(nodes.prefills[2].released) == ("second",)
 
 
 async def test_a_refill_that_fails_leaves_the_rest_to_the_decode_node() -> None:
