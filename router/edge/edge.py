@@ -12,12 +12,13 @@ from contextlib import aclosing, contextmanager
 import grpc
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import CancelledByPeerError, DeadlineError, InvalidRequestError, status_of
+from kvrelay.core.errors import DeadlineError, InvalidRequestError, status_of
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.token_ids import check_token_ids
 from kvrelay.text.choice import Choice, TextChunk
 from kvrelay.text.tokenizer import Tokenizer
+from router.edge.admission import Admission, Admissions
 from router.edge.metrics import RouterMetrics
 from router.edge.validation import ClientRequest, Prompt, RequestValidator
 from router.request import Relay, RequestTrace, RoutedRequest
@@ -47,30 +48,30 @@ class Edge:
         self.metrics = metrics
         self.validator = RequestValidator(relay, tokenizer, model_name, default_timeout=default_timeout)
         self._clock = clock
-        self._admitting: dict[str, bool] = {}  # by id, whether it was aborted
+        self._admissions = Admissions()
 
-    async def admit(self, clients: Mapping[str, ClientRequest]) -> list[RoutedRequest]:
+    def admission(self) -> Admission:
+        """Returns what `admit` needs for the requests of a call: a context, in which those that are to run have to
+        begin."""
+        return self._admissions.begin()
+
+    async def admit(self, clients: Mapping[str, ClientRequest], admission: Admission) -> list[RoutedRequest]:
         """Validates all requests of a call, given by their ids. Raises what `RequestValidator.routed` raises, and
-        OverloadedError before any work is done for them. Requests that are still being tokenised count as running:
-        another one of the same id is refused, and `abort` ends them."""
+        OverloadedError before any work is done for them. From then on, until they begin or `admission` is closed, they
+        count as running: another one of the same id is refused, and `abort` ends them."""
         with self.counting_errors():
-            self.relay.check_capacity(len(self._admitting), len(clients))
-            for request_id in self._admitting.keys() & clients.keys():
+            self.relay.check_capacity(len(self._admissions), len(clients))
+            for request_id in filter(self._admissions.has, clients):
                 raise InvalidRequestError(f"a request {request_id!r} is running already", field="request_id")
-            self._admitting.update(dict.fromkeys(clients, False))
-            try:
-                routed: list[RoutedRequest] = []
-                for request_id, client in clients.items():
-                    if routed:
-                        await asyncio.sleep(0)  # a hundred of them would keep the event loop waiting for too long
-                    routed.append(await self.validator.routed(client, request_id))
-                for request_id in clients:
-                    if self._admitting[request_id]:
-                        raise CancelledByPeerError(f"request {request_id} was aborted")
-                return routed
-            finally:
-                for request_id in clients:
-                    del self._admitting[request_id]
+            admission.reserve(clients)
+            routed: list[RoutedRequest] = []
+            for request_id, client in clients.items():
+                if routed:
+                    await asyncio.sleep(0)  # a hundred of them would keep the event loop waiting for too long
+                routed.append(await self.validator.routed(client, request_id))
+            for request_id in clients:
+                admission.check_aborted(request_id)
+            return routed
 
     async def tokenize(self, prompt: Prompt, model_name: str | None) -> tuple[Sequence[int], int]:
         """Returns a prompt's tokens, and the model's length. Raises what `RequestValidator.token_ids` raises."""
@@ -95,9 +96,8 @@ class Edge:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request with CancelledByPeerError, even while it is being tokenised; unknown ids are ignored."""
-        if request_id in self._admitting:
-            self._admitting[request_id] = True
+        """Ends a request with CancelledByPeerError, even before it begins; unknown ids are ignored."""
+        self._admissions.abort(request_id)
         self.relay.abort(request_id)
 
     @contextmanager
@@ -116,6 +116,7 @@ class Edge:
         choices = [Choice(self.tokenizer, sampling, request.prompt_token_ids) for _ in range(sampling.n)]
         watch = _Watch(self.metrics, self._clock, request)
         try:
+            self._admissions.end(request.request_id)  # it gets its place in the relay in this turn of the event loop
             async with aclosing(self.relay.run(request)) as events:
                 async for event in events:
                     if not isinstance(event, TokenOutput):

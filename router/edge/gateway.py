@@ -7,6 +7,7 @@ wrong.
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.core.errors import KVRelayError, OverloadedError
 from kvrelay.core.turns import in_turns
+from router.edge.admission import Admission
 from router.edge.body_budget import BodyBudget, BodyShare
 from router.edge.echo import echoes
 from router.edge.edge import Edge
@@ -231,12 +233,19 @@ class _Gateway:
     ) -> Response:
         """Answers with the outputs of all prompts of a call. If the client leaves, the work for it ends, even while its
         prompts are tokenised. While the outputs come, which may take minutes, nothing of the body is kept."""
-        with self._bodies.share() as share:
-            generation, streaming = await self._begin(request, form, call_of, share)
-        if streaming is None:
-            return Response(await until_disconnect(request.receive, generation.whole()), media_type="application/json")
-        events = generation.stream(include_usage=streaming.include_usage, continuous_usage=streaming.continuous_usage)
-        return EventStream(events)
+        with ExitStack() as stack:
+            admission = stack.enter_context(self._edge.admission())
+            with self._bodies.share() as share:
+                generation, streaming = await self._begin(request, form, call_of, share, admission)
+            if streaming is None:
+                whole = await until_disconnect(request.receive, generation.whole())
+                return Response(whole, media_type="application/json")
+            events = generation.stream(
+                include_usage=streaming.include_usage, continuous_usage=streaming.continuous_usage
+            )
+            answer = EventStream(events, within=admission)
+            stack.pop_all()  # the answer ends it
+            return answer
 
     async def _begin(
         self,
@@ -244,16 +253,17 @@ class _Gateway:
         form: type[GenerationBodyT],
         call_of: Callable[[GenerationBodyT], _Call],
         share: BodyShare,
+        admission: Admission,
     ) -> tuple[HttpGeneration, _Streaming | None]:
         call = call_of(await self._body(request, form, share))
-        return await until_disconnect(request.receive, self._admitted(request, call)), call.streaming
+        return await until_disconnect(request.receive, self._admitted(request, call, admission)), call.streaming
 
-    async def _admitted(self, request: Request, call: _Call) -> HttpGeneration:
+    async def _admitted(self, request: Request, call: _Call, admission: Admission) -> HttpGeneration:
         """Admits all prompts of a call, before any of them runs."""
         response_id = f"{call.id_prefix}-{request.scope[_REQUEST_ID]}"
         num_clients = len(call.clients)
         ids = [response_id] if num_clients == 1 else [f"{response_id}-{i}" for i in range(num_clients)]
-        routed = await self._edge.admit(dict(zip(ids, call.clients, strict=True)))
+        routed = await self._edge.admit(dict(zip(ids, call.clients, strict=True)), admission)
         with self._edge.counting_errors():
             check_prompt_logprobs(
                 routed,

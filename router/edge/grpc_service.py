@@ -155,7 +155,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if not request.request_id:
                 context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))  # for errors, whose client has no answer
             client = _client_request(request)
-        (routed,) = await self._edge.admit({request_id: client})
+        with self._edge.admission() as admission:
+            (routed,) = await self._edge.admit({request_id: client}, admission)
+        # It begins in this turn of the event loop, so nothing is admitted in its place.
         with self._edge.counting_errors():
             check_prompt_logprobs((routed,), num_copies=1)
         remaining = context.time_remaining()  # here, since the prompt's tokenisation has taken some of it

@@ -8,7 +8,7 @@ cancelled, and it has ended before the exchange ends.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing, closing
+from contextlib import AbstractContextManager, aclosing, closing, nullcontext
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -31,6 +31,8 @@ BODY_BYTES_PER_SECOND = 64 * 1024
 # much of a body is read and thrown away first, for at most this long.
 DRAIN_BYTES = 16 * 1024 * 1024
 DRAIN_SECONDS = 5.0
+
+_NO_CONTEXT = nullcontext()
 
 T = TypeVar("T")
 
@@ -135,21 +137,30 @@ class EventStream(Response):
     """A response of server-sent events from a generator, which one task iterates and closes.
 
     The response starts with the first event: an error before that is raised, and gets a status of its own. A client
-    that takes nothing for `write_timeout` seconds is disconnected.
+    that takes nothing for `write_timeout` seconds is disconnected. The context `within` ends with the response, which
+    has to be called for that.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, write_timeout: float = WRITE_SECONDS) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        within: AbstractContextManager[object] = _NO_CONTEXT,
+        write_timeout: float = WRITE_SECONDS,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._within = within
         self._write_timeout = write_timeout
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
+            with self._within:
+                await until_disconnect(receive, self._send_all(send))
         except KVRelayError as error:
             if not self._started:
                 raise

@@ -1,20 +1,17 @@
 """Choices that end at different times, and what is counted, however a request ends."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, KVError, KVRelayError, UnavailableError
+from kvrelay.core.errors import KVError, KVRelayError, UnavailableError
 from kvrelay.core.outputs import FinishReason, TokenOutput
 from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
-from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from router.edge.validation import ClientRequest, TextPrompt
+from kvrelay.text.tokenizer import Tokenizer
 from router.request import RequestEvent, RequestTrace, RoutedRequest
-from tests.loop_turns import counting_turns
 from tests.manual_clock import ManualClock
 from tests.router.edge.edge_parts import ScriptedRelay, counted, make_edge
 from tests.router.scripted_nodes import NAMESPACE
@@ -149,51 +146,3 @@ def test_a_failure_before_admission_is_counted_whatever_it_is(tokenizer: Tokeniz
             raise error
     assert counted(edge, "request_errors_total", code="UNAVAILABLE") == 1
     assert counted(edge, "request_errors_total", code="INTERNAL") == 1
-
-
-@dataclass
-class CountingRelay(ScriptedRelay):
-    """A relay that notes what it is asked about its capacity."""
-
-    asked: list[tuple[int, int]] = field(default_factory=list)
-
-    def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
-        self.asked.append((num_admitting, num_wanted))
-
-
-async def test_requests_that_are_being_tokenised_count_until_they_are_admitted_or_refused(tokenizer: Tokenizer) -> None:
-    relay = CountingRelay(tokenizer)
-    edge = make_edge(relay)
-    long = ClientRequest(
-        TextPrompt("x" * (LONG_TEXT_CHARS + 1)), SamplingParams()
-    )  # tokenised in a thread, and too long
-    refused = asyncio.create_task(edge.admit({"a": long, "b": long}))
-    await asyncio.sleep(0)
-    short = ClientRequest(TextPrompt("x"), SamplingParams())
-    assert len(await edge.admit({"c": short})) == 1
-    with pytest.raises(InvalidRequestError):
-        await refused
-    assert len(await edge.admit({"d": short, "e": short})) == 2
-    assert relay.asked == [(0, 2), (2, 1), (0, 2)]
-
-
-async def test_an_abort_is_not_lost_while_its_request_is_being_tokenised(tokenizer: Tokenizer) -> None:
-    edge = make_edge(ScriptedRelay(tokenizer, max_model_len=10**6))
-    client = ClientRequest(TextPrompt("x" * (LONG_TEXT_CHARS + 1)), SamplingParams())
-    admission = asyncio.create_task(edge.admit({"mine": client}))
-    await asyncio.sleep(0)
-    with pytest.raises(InvalidRequestError, match="'mine' is running already"):
-        await edge.admit({"mine": client})
-    edge.abort("mine")
-    edge.abort("nobody")
-    with pytest.raises(CancelledByPeerError, match="mine was aborted"):
-        await admission
-    assert len(await edge.admit({"mine": client})) == 1, "an id is free again"
-
-
-async def test_the_loop_turns_between_the_prompts_of_a_call(relay: ScriptedRelay) -> None:
-    """A hundred texts that are just short enough to be tokenised at once would hold up every other request."""
-    clients = {str(i): ClientRequest(TextPrompt("The capital"), SamplingParams()) for i in range(30)}
-    async with counting_turns() as num_turns:
-        await make_edge(relay).admit(clients)
-        assert num_turns() >= len(clients) - 1

@@ -1,0 +1,187 @@
+"""The room of admitted requests: they have it until they run, and whatever becomes of them it is given back."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import Message, Receive
+
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, OverloadedError
+from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from router.edge.edge import Edge
+from router.edge.fan_in import merged
+from router.edge.gateway import create_app
+from router.edge.metrics import RouterMetrics
+from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
+from router.request import RoutedRequest
+from tests.loop_turns import counting_turns
+from tests.router.edge.edge_parts import MODEL, ScriptedRelay, make_edge
+from tests.router.edge.gateway_client import COMPLETION, serving
+from tests.router.routed import PROMPT, give_up
+from tests.router.scripted_cluster import cluster
+
+
+@dataclass
+class CountingRelay(ScriptedRelay):
+    """A relay that notes what it is asked about its capacity."""
+
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def check_capacity(self, num_admitting: int = 0, num_wanted: int = 1) -> None:
+        self.asked.append((num_admitting, num_wanted))
+
+
+async def admitted(edge: Edge, clients: Mapping[str, ClientRequest]) -> list[RoutedRequest]:
+    """Returns requests that do not begin."""
+    with edge.admission() as admission:
+        return await edge.admit(clients, admission)
+
+
+async def test_requests_that_are_being_tokenised_count_until_they_are_refused(tokenizer: Tokenizer) -> None:
+    relay = CountingRelay(tokenizer)
+    edge = make_edge(relay)
+    long = ClientRequest(
+        TextPrompt("x" * (LONG_TEXT_CHARS + 1)), SamplingParams()
+    )  # tokenised in a thread, and too long
+    refused = asyncio.create_task(admitted(edge, {"a": long, "b": long}))
+    await asyncio.sleep(0)
+    short = ClientRequest(TextPrompt("x"), SamplingParams())
+    assert len(await admitted(edge, {"c": short})) == 1
+    with pytest.raises(InvalidRequestError):
+        await refused
+    assert len(await admitted(edge, {"d": short, "e": short})) == 2
+    assert relay.asked == [(0, 2), (2, 1), (0, 2)]
+
+
+async def test_all_prompts_of_a_call_that_was_admitted_have_room(tokenizer: Tokenizer) -> None:
+    """Though they begin one after the other, and other calls come in between."""
+    async with cluster(max_concurrent_requests=3, local_prefill_max_tokens=64) as nodes:
+        metrics = RouterMetrics(MODEL, CollectorRegistry())
+        edge = Edge(nodes.relay, tokenizer, MODEL, metrics, MonotonicClock(), default_timeout=60.0)
+        client = ClientRequest(TokenPrompt(PROMPT), SamplingParams())
+
+        async def check_room_for_one() -> None:
+            assert len(await admitted(edge, {"c": client})) == 1
+            with pytest.raises(OverloadedError):
+                await admitted(edge, {"c": client, "d": client})
+
+        with edge.admission() as admission:
+            routed = await edge.admit({"a": client, "b": client}, admission)
+            await check_room_for_one()
+            async with aclosing(merged([edge.generate(request) for request in routed])) as events:
+                first = asyncio.create_task(anext(events))
+                for _ in routed:
+                    await nodes.decode.admit()
+                await check_room_for_one()
+                await give_up(first)
+        assert len(await admitted(edge, dict.fromkeys("abc", client))) == 3
+
+
+async def test_an_abort_is_not_lost_before_its_request_begins(tokenizer: Tokenizer) -> None:
+    relay = ScriptedRelay(tokenizer, max_model_len=10**6)
+    edge = make_edge(relay)
+    client = ClientRequest(TextPrompt("x" * (LONG_TEXT_CHARS + 1)), SamplingParams())
+    admission = asyncio.create_task(admitted(edge, {"mine": client}))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="'mine' is running already"):
+        await admitted(edge, {"mine": client})
+    edge.abort("mine")
+    edge.abort("nobody")
+    with pytest.raises(CancelledByPeerError, match="mine was aborted"):
+        await admission
+    with edge.admission() as again:
+        [routed] = await edge.admit({"mine": client}, again)  # the id is free again
+        edge.abort("mine")
+        with pytest.raises(CancelledByPeerError, match="mine was aborted"):
+            await anext(edge.generate(routed))
+    assert not relay.requests
+
+
+async def test_a_call_that_ends_does_not_take_the_room_of_one_that_has_its_id_now(tokenizer: Tokenizer) -> None:
+    relay = CountingRelay(tokenizer)
+    edge = make_edge(relay)
+    client = ClientRequest(TextPrompt("x"), SamplingParams())
+    first, second = edge.admission(), edge.admission()
+    [routed] = await edge.admit({"mine": client}, first)
+    async with aclosing(edge.generate(routed)) as events:
+        await anext(events)
+    await edge.admit({"mine": client}, second)
+    first.close()
+    await admitted(edge, {"other": client})
+    second.close()
+    await admitted(edge, {"other": client})
+    assert [num_admitting for num_admitting, _ in relay.asked] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({}, 200),
+        ({"prompt": ["a", "b", "c"]}, 200),
+        ({"prompt": [[5], [10**6]]}, 400),
+        ({"prompt": [[5] * 250] * 4, "echo": True, "n": 64, "logprobs": 20, "max_tokens": 0}, 400),
+        ({"prompt": "a" * 99, "echo": True}, 400),
+    ],
+)
+async def test_whatever_becomes_of_a_call_its_room_is_given_back(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], status: int, stream: bool
+) -> None:
+    monkeypatch.setattr("router.edge.echo.MAX_CHARS", 50)
+    relay = CountingRelay(tokenizer)
+    async with serving(relay) as gateway:
+        answer = await gateway.post("/v1/completions", COMPLETION | {"stream": stream} | change)
+        assert answer.status_code == status, answer.text
+        await gateway.post("/v1/completions", COMPLETION)
+    assert relay.asked[-1] == (0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b", "c", "d"]])
+async def test_whenever_a_client_leaves_its_room_is_given_back(
+    tokenizer: Tokenizer, prompts: list[str], stream: bool
+) -> None:
+    """Some of its requests, or all, may not have begun."""
+    relay = ScriptedRelay(tokenizer, hang_at=0)
+    edge = make_edge(relay)
+    app = create_app(edge, version="1.2.3", max_body_bytes=1 << 20)
+    body = json.dumps(COMPLETION | {"prompt": prompts, "stream": stream}).encode()
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    left_waiting: set[int] = set()
+
+    def receiving(num_turns: int) -> Receive:
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        turns = iter(range(num_turns))
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            for _ in turns:
+                await asyncio.sleep(0)
+            left_waiting.add(len(edge._admissions))
+            return {"type": "http.disconnect"}
+
+        return receive
+
+    async def send(message: Message) -> None:
+        pass
+
+    for num_turns in range(30):
+        await app(dict(scope), receiving(num_turns), send)
+        assert (len(edge._admissions), relay.num_running) == (0, 0)
+    assert left_waiting == set(range(len(prompts) + 1)), "a client left when so many had not begun"
+
+
+async def test_the_loop_turns_between_the_prompts_of_a_call(relay: ScriptedRelay) -> None:
+    """A hundred texts that are just short enough to be tokenised at once would hold up every other request."""
+    clients = {str(i): ClientRequest(TextPrompt("The capital"), SamplingParams()) for i in range(30)}
+    async with counting_turns() as num_turns:
+        await admitted(make_edge(relay), clients)
+        assert num_turns() >= len(clients) - 1
