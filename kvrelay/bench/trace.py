@@ -3,6 +3,7 @@
 """
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ def _parse(path: Path, number: int, line: str) -> tuple[float, RequestSpec]:
     try:
         entry: dict[str, Any] = json.loads(line)
         timestamp = float(entry["timestamp"])
+        if not math.isfinite(timestamp):
+            raise ValueError(f"timestamp is {timestamp}")
         input_length, output_length = int(entry["input_length"]), int(entry["output_length"])
         hash_ids = [int(hash_id) for hash_id in entry["hash_ids"]]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigurationError(
             f"--trace: {path}:{number} is not an object with timestamp, input_length, output_length and hash_ids "
             f"({type(error).__name__}: {error})"

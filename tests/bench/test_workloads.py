@@ -142,7 +142,7 @@ def write_trace(path: Path, *entries: object) -> Path:
     return path
 
 
-def entry(timestamp: int, length: int, *hash_ids: int) -> dict[str, object]:
+def entry(timestamp: float, length: float, *hash_ids: int) -> dict[str, object]:
     return {"timestamp": timestamp, "input_length": length, "output_length": 5, "hash_ids": hash_ids}
 
 
@@ -164,6 +164,8 @@ def test_a_trace_gives_times_lengths_and_equal_tokens_for_equal_hash_ids(tmp_pat
         (entry(5, 1000, 1), "1000 prompt tokens need 2 hash ids, there are 1"),
         (entry(5, 0), "lengths are at least 1"),
         (entry(0, 3, 1), "before the first"),
+        (entry(float("nan"), 3, 1), "2 is not an object with .*timestamp is nan"),
+        (entry(5, float("inf"), 1), "2 is not an object with .*OverflowError"),
     ],
 )
 def test_the_error_names_the_wrong_line_of_a_trace(tmp_path: Path, bad: object, message: str) -> None:

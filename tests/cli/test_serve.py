@@ -1,10 +1,8 @@
 """The commands that `kvrelay serve` would start: roles, threads, flags, and where secrets go. Which signals end it."""
 
-import asyncio
 import json
 import os
 import shlex
-import signal
 import socket
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -17,7 +15,6 @@ from kvrelay.cli.main import PROCESS_MODULES
 from kvrelay.cli.serve import (
     ServeSettings,
     _announce,
-    _serve,
     at_its_address,
     child_environment,
     node_commands,
@@ -301,51 +298,6 @@ def test_a_model_that_is_nowhere_is_named_before_any_process_starts(
     assert errors.count("\n") == 1
     assert f"{missing} is neither a directory nor a model in the local Hugging Face cache" in errors
     assert "`hf download`" in errors, "what to do"
-
-
-@pytest.mark.parametrize(("inherited", "ends"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
-async def test_a_closed_terminal_ends_the_cluster_unless_nohup_started_it(
-    inherited: signal.Handlers, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run_for_ever(settings: ServeSettings) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr("kvrelay.cli.serve._run_cluster", run_for_ever)
-    before = signal.signal(signal.SIGHUP, inherited)
-    try:
-        serving = asyncio.create_task(_serve(settings_of("m")))
-        await asyncio.sleep(0)
-        assert (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN) == ends
-        os.kill(os.getpid(), signal.SIGHUP if ends else signal.SIGTERM)
-        assert await serving == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-async def test_a_terminal_that_hangs_up_twice_does_not_hurry_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell may send SIGHUP once more. After it, Ctrl-C hurries as ever."""
-    asked = 0
-
-    async def end_in_order(settings: ServeSettings) -> None:
-        nonlocal asked
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        os.kill(os.getpid(), signal.SIGHUP)
-        for _ in range(10):
-            await asyncio.sleep(0)  # the loop hears of it
-        asked += 1
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr("kvrelay.cli.serve._run_cluster", end_in_order)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        serving = asyncio.create_task(_serve(settings_of("m")))
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert (await serving, asked) == (0, 1)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_wrong_redis_url_is_refused_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:

