@@ -43,7 +43,6 @@ _TEMPLATE_ERRORS = (
     ValueError,
 )
 
-_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the old and the new name of one class
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_BOUNDARY = "\u2581"  # how SentencePiece writes a space
 
@@ -90,7 +89,7 @@ class Tokenizer:
                 f"no tokenizer can be loaded from {directory}: {type(error).__name__}: {error}; fetch the model's "
                 "files again, or load them with a version of transformers that knows them"
             ) from error
-        if not loaded.is_fast:
+        if not getattr(loaded, "is_fast", False):
             raise ModelLoadError(without_file)
         return cls(loaded)
 
@@ -199,8 +198,10 @@ class Tokenizer:
 
 
 def _tokenizer_class(path: Path) -> Any:
-    """Returns the class that loads this tokenizer. AutoTokenizer imports torch if it is installed, which costs the
-    router seconds and hundreds of megabytes. So it is not used if the checkpoint names the class that it would choose.
+    """Returns the class that loads this tokenizer. Where there is a tokenizer.json, it says all that is needed.
+    AutoTokenizer would take the class that the checkpoint names, and most of those have rules of their own for how a
+    text is split in place of the file's: Llama 2's `[` after `<s>`, or a digit after several spaces, would become
+    other tokens than in training. It also imports torch, which costs the router seconds and hundreds of megabytes.
 
     transformers is imported on first use, because that takes a second, and without its advice to install torch.
     """
@@ -211,7 +212,7 @@ def _tokenizer_class(path: Path) -> Any:
 
     logger.addFilter(not_advice)
     try:
-        if _named_class(path) in _GENERIC_CLASSES and (path / "tokenizer.json").is_file():
+        if (path / "tokenizer.json").is_file() and not _brings_code(path):
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
@@ -222,10 +223,11 @@ def _tokenizer_class(path: Path) -> Any:
         logger.removeFilter(not_advice)
 
 
-def _named_class(path: Path) -> str | None:
-    """Returns the checkpoint's `tokenizer_class`, or None if it names none. Raises ModelLoadError."""
+def _brings_code(path: Path) -> bool:
+    """Tells whether the checkpoint has a tokenizer class of its own, which AutoTokenizer refuses. Raises
+    ModelLoadError."""
     settings = path / "tokenizer_config.json"
-    return read_json_object(settings).get("tokenizer_class") if settings.is_file() else None
+    return settings.is_file() and "auto_map" in read_json_object(settings)
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:

@@ -4,17 +4,19 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.text import tokenizer as tokenizer_module
 from kvrelay.text.tokenizer import LONG_CHAT_MESSAGES, LONG_TEXT_CHARS, Tokenizer
-from tests.text.tiny_tokenizer import sentencepiece_like, write_tokenizer
+from tests.text.tiny_tokenizer import backend_tokenizer, sentencepiece_like, write_tokenizer
 
 
 async def test_long_text_is_encoded_like_short_text(tokenizer: Tokenizer) -> None:
@@ -158,6 +160,49 @@ def test_a_directory_without_a_tokenizer_is_a_model_load_error(tmp_path: Path) -
         Tokenizer.load(str(tmp_path / "absent"))
     with pytest.raises(ModelLoadError, match="the model's name is empty"):
         Tokenizer.load("")
+
+
+def _like_llama_2() -> tokenizers.Tokenizer:
+    """Makes a tokenizer that writes spaces as U+2581, also before the first word, wherever that is."""
+    pieces = ["<unk>", "\u2581", "[", "a", "\u2581[", "\u2581a"]
+    merges = [("\u2581", "["), ("\u2581", "a")]
+    made = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+def _with_single_digits() -> tokenizers.Tokenizer:
+    made = backend_tokenizer()
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("named", "make"),
+    [
+        ("LlamaTokenizer", _like_llama_2),
+        ("GPT2Tokenizer", _with_single_digits),
+        ("LlamaTokenizerFast", backend_tokenizer),
+        ("Qwen2Tokenizer", backend_tokenizer),
+        ("PreTrainedTokenizerFast", backend_tokenizer),
+    ],
+)
+def test_a_text_is_split_as_tokenizer_json_says(
+    named: str, make: Callable[[], tokenizers.Tokenizer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not as the class does that the checkpoint names."""
+    made = make()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named, "legacy": False}))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    for text in ("<s>[a a", "a   12", "hello  world\n\n 3"):
+        for add_special_tokens in (False, True):
+            expected = made.encode(text, add_special_tokens=add_special_tokens).ids
+            assert tokenizer.encode_now(text, add_special_tokens=add_special_tokens) == expected
+    assert not caplog.records
 
 
 def test_code_in_a_models_directory_is_not_run(tmp_path: Path) -> None:
