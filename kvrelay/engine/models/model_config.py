@@ -4,6 +4,7 @@ Invariant: a `ModelConfig` that exists describes a model that the decoder can ru
 ModelLoadError, which names the field.
 """
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvrelay.engine.layers.weight_format import CheckpointQuantization
 from kvrelay.engine.loading.config_json import MOST_LAYERS, complete_config, read_config
 from kvrelay.engine.loading.quantization_config import parse_quantization
 
+_DUAL_CHUNKS = "dual_chunk_attention_config"
 _MOST_POSITIONS = 2**24  # float32, in which rotary angles are computed, counts no further
 _TURNS = {"least": 1 / _MOST_POSITIONS, "most": _MOST_POSITIONS}  # so that the logarithms of YaRN stay finite
 # Far above those of any model, and so small that the size of no tensor overflows.
@@ -28,6 +30,8 @@ _MOST = {
     "max_position_embeddings": _MOST_POSITIONS,
     "sliding_window": 2**31 - 1,
 }
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,10 @@ def _convert(
     if not parsed["is_causal"]:  # which transformers takes for attention in both directions
         raise ModelLoadError(f"{path}: is_causal: {parsed['is_causal']} is not supported; supported is true")
     attention_bias = _switch(parsed, "attention_bias", path)
-    max_positions = _positive(parsed, "max_position_embeddings", path)
+    max_positions = _exact_positions(parsed, path)
+    rope = _rope(parsed["rope_parameters"], max_positions, head_dim, path)
+    if parsed.get(_DUAL_CHUNKS) is not None and rope.kind is not RopeKind.DEFAULT:
+        raise ModelLoadError(f"{path}: {_DUAL_CHUNKS} is not supported together with a rope_type of {rope.kind.value}")
     return ModelConfig(
         family=family,
         hidden_size=hidden_size,
@@ -111,7 +118,7 @@ def _convert(
         intermediate_size=_positive(parsed, "intermediate_size", path),
         vocab_size=_positive(parsed, "vocab_size", path),
         rms_norm_eps=_epsilon(parsed["rms_norm_eps"], path),
-        rope=_rope(parsed["rope_parameters"], max_positions, head_dim, path),
+        rope=rope,
         max_position_embeddings=max_positions,
         tie_word_embeddings=_switch(parsed, "tie_word_embeddings", path),
         qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and attention_bias),
@@ -123,6 +130,26 @@ def _convert(
         dtype=None if parsed["dtype"] is None else str(parsed["dtype"]).removeprefix("torch."),
         quantization=quantization,
     )
+
+
+def _exact_positions(parsed: Mapping[str, Any], path: Path) -> int:
+    """Returns how many positions the model has. With dual chunk attention (An et al. 2024, arXiv:2402.17463, section
+    3.2; Qwen2.5-1M) these are those of its first chunk: within it, it is attention as any other, and beyond it
+    distances are others than their tokens have."""
+    most = _positive(parsed, "max_position_embeddings", path)
+    chunks = parsed.get(_DUAL_CHUNKS)
+    if chunks is None:
+        return most
+    if not isinstance(chunks, dict):
+        raise ModelLoadError(f"{path}: {_DUAL_CHUNKS}: {chunks!r} must be an object")
+    exact = min(most, _positive(chunks, "chunk_size", path))
+    if chunks.get("original_max_position_embeddings") is not None:
+        exact = min(exact, _positive(chunks, "original_max_position_embeddings", path))
+    if exact < most:
+        _logger.warning(
+            "%s: %s is not supported: at most %d of its %d positions are served", path, _DUAL_CHUNKS, exact, most
+        )
+    return exact
 
 
 def _positive(parsed: Mapping[str, Any], field: str, path: Path) -> int:

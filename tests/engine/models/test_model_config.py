@@ -13,6 +13,8 @@ _LAYERS = ["full_attention", "sliding_attention"]
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TRAINED = {"factor": 2.0, "original_max_position_embeddings": 64.5}
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_TRAINED}
+_LLAMA3_64 = {**_LLAMA3, "original_max_position_embeddings": 64}
+_CHUNKS = {"chunk_size": 64, "local_size": 8, "original_max_position_embeddings": 48}
 
 
 def _save(directory: Path, family: str, fields: dict[str, Any]) -> Path:
@@ -31,6 +33,9 @@ def _save(directory: Path, family: str, fields: dict[str, Any]) -> Path:
         ("qwen2 qwen3", {"use_sliding_window": "false"}, "use_sliding_window: 'false' must be true or false"),
         ("llama qwen3", {"rope_scaling": _LLAMA3}, "original_max_position_embeddings: 64.5 must be an integer"),
         ("mistral qwen2", {"rope_scaling": {"type": "yarn", **_TRAINED}}, "embeddings: 64.5 must be an integer"),
+        ("qwen2", {"dual_chunk_attention_config": [64]}, "dual_chunk_attention_config: .* must be an object"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": "64"}}, "chunk_size: '64' must be a positive integer"),
+        ("qwen2", {"dual_chunk_attention_config": _CHUNKS, "rope_scaling": _LLAMA3_64}, "together with a rope_type of"),
     ],
 )
 def test_what_would_change_tokens_is_refused(
@@ -51,3 +56,18 @@ def test_a_window_that_no_layer_has_changes_nothing(family: str, window: int | N
 def test_a_llamas_window_that_holds_all_positions_changes_nothing(tmp_path: Path) -> None:
     fields = {"sliding_window": 128, "max_position_embeddings": 128}
     assert load_model_config(_save(tmp_path, "llama", fields)).sliding_windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "length"),
+    [(None, 128), ({"chunk_size": 64}, 64), (_CHUNKS, 48), ({"chunk_size": 4096, "local_size": 8}, 128)],
+)
+def test_only_the_first_of_dual_chunks_is_served(
+    chunks: dict[str, int] | None, length: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond it, the model was made with other distances."""
+    fields = {"max_position_embeddings": 128, "dual_chunk_attention_config": chunks}
+    config = load_model_config(_save(tmp_path, "qwen2", fields))
+    assert (config.max_position_embeddings, config.max_context_length) == (length, length)
+    warned = f"dual_chunk_attention_config is not supported: at most {length} of its 128 positions are served"
+    assert (warned in caplog.text) == (length < 128)
