@@ -31,7 +31,7 @@ class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; attempts count what they have
     under way, and report to `failed` or `outlier` how it went.
 
-    `was_draining`: whether the node was draining when it was last watched. `misfit`: why the node, as it was last
+    `drained`: the epoch of the last process here that drained, None if none has. `misfit`: why the node, as it was last
     described, can be none of this router's; None if it can. `complaint`: why the node is not live; empty while it is.
     `logged`: the complaints that the log has since the state changed. `heard_at`: when the last message of the node
     came, on the registry's clock. The registry calls `on_lost`, which fails what this router has under way at the node,
@@ -50,7 +50,7 @@ class NodeHandle:
     outages: Outages
     links: Links
     state: NodeState = NodeState.CONNECTING
-    was_draining: bool = False
+    drained: int | None = None
     description: NodeDescription | None = None
     misfit: str | None = None
     load: NodeLoad = field(default_factory=NodeLoad)
@@ -80,8 +80,14 @@ class NodeHandle:
         """Tells whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)
 
-    def failed(self, error: KVRelayError) -> None:
-        """Counts a request that ended here with `error` against the node, unless the node is not live: one that is lost
-        or has drained for as long as it may ends all that it has, and its state says so."""
-        if self.state is NodeState.LIVE:
+    def failed(self, error: KVRelayError, source: KVSource) -> None:
+        """Counts a request that ended at the process `source` with `error` against the node, unless that is not live:
+        one that is lost or has drained for as long as it may ends all that it has, and its state says so. While a
+        client takes nothing, another process may have come in its place."""
+        if self.state is NodeState.LIVE and self.source.epoch == source.epoch:
             self.outlier.failed(error)
+
+    def succeeded(self, source: KVSource) -> None:
+        """Notes that a request went well at the process `source`."""
+        if self.description is not None and self.source.epoch == source.epoch:
+            self.outlier.succeeded()

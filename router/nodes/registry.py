@@ -254,8 +254,8 @@ class Registry:
     def _set_state(self, node: NodeHandle, state: NodeState) -> None:
         if node.state is not state:
             node.state = state
-            if node.is_watched:  # what is under way there learns only later that it is lost
-                node.was_draining = state is NodeState.DRAINING
+            if state is NodeState.DRAINING:  # what is under way there learns only later that it is lost
+                node.drained = node.source.epoch
             node.complaint = ""
             node.logged.clear()
             self.changed.set()

@@ -70,13 +70,13 @@ class Loss(Enum):
 
 class NodeLostError(UnavailableError):
     """An attempt failed because of one node; another attempt without this node may succeed. `by_drain`: the node was
-    draining when the router last heard of it, so it is not the request that has ended it."""
+    draining before, so it is not the request that has ended it."""
 
     def __init__(self, node: DecodePlacement | PrefillPlacement, loss: Loss, error: KVRelayError) -> None:
         super().__init__(str(error))
         self.source = node.source
         self.loss = loss
-        self.by_drain = node.node.was_draining
+        self.by_drain = node.node.drained == node.source.epoch
 
 
 class PlaceRefill(Protocol):
@@ -142,6 +142,7 @@ class Attempt:
         """Sends the request to the nodes, whose events go to `sink` from now on."""
         self._sink = sink
         timeout = self._time_left()
+        self._tally.placed(self._node_request, num_uncached_tokens=(self._prefill or self._decode).num_uncached_tokens)
         self._session = self._decode.client.open(self._wire_id, sink)
         self._decode.node.num_sequences += self._node_request.sampling.n  # from now on, `close` takes it back
         self._session.admit(
@@ -169,7 +170,7 @@ class Attempt:
         """Marks an output as one of which the client needs no more."""
         self.unfinished.discard(index)
         if index in self._decoded:
-            self._decode.node.outlier.succeeded()
+            self._decode.node.succeeded(self._decode.source)
             self._need_no_more(index)
 
     def close(self) -> None:
@@ -216,7 +217,7 @@ class Attempt:
             case PromptLogprobs():
                 return (event,)
             case DecodeFailed(error):
-                self._decode.node.failed(error)
+                self._decode.node.failed(error, self._decode.source)
                 if isinstance(error, UnavailableError):
                     loss = Loss.DECODING if self._has_first_tokens or self._prefill is None else Loss.WAITING
                     raise NodeLostError(self._decode, loss, error)
@@ -238,7 +239,7 @@ class Attempt:
         if output.finish_reason is not None:
             self._decoding.discard(output.index)
             self._decode_is_done = not self._decoding
-            self._decode.node.outlier.succeeded()
+            self._decode.node.succeeded(self._decode.source)
         if output.index not in self.unfinished:
             self._need_no_more(output.index)
             return ()
@@ -341,7 +342,7 @@ class Attempt:
     def _prefill_lost(self, error: KVRelayError) -> KVRelayError:
         """Returns the error to raise because P has failed: `error` itself if no other node would do better."""
         assert self._prefill is not None
-        self._prefill.node.failed(error)
+        self._prefill.node.failed(error, self._prefill.source)
         if isinstance(error, InvalidRequestError | DeadlineError):
             return error
         return NodeLostError(self._prefill, Loss.PREFILLING, error)

@@ -41,12 +41,12 @@ class Supply:
     def computed(self) -> None:
         """Notes that the prompt is computed."""
         self._charge.end()
-        self._placement.node.outlier.succeeded()
+        self._placement.node.succeeded(self._placement.source)
 
     def ended(self, error: KVRelayError | None) -> None:
         """Notes that the node will publish no more, because of an error or because it has published what it could."""
         if error is not None:
-            self._placement.node.failed(error)
+            self._placement.node.failed(error, self._placement.source)
         self._charge.end()
         self._pull(ended=True)
 

@@ -154,6 +154,30 @@ async def test_a_prefill_node_that_drains_and_is_lost_before_its_stream_ends_is_
         assert nodes.registry.prefill[0].state is NodeState.LOST
 
 
+async def test_a_client_that_reads_on_late_meets_the_loss_of_the_process_that_drained() -> None:
+    """Another one is live at its address by then, which neither has drained nor is to blame."""
+    async with (
+        cluster(num_decode_nodes=2, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        first = asyncio.create_task(take(events))
+        node = await next_decode(nodes)
+        say(node, (await node.admit()).request_id, token(7))
+        assert await first == token(7)
+        await drains(nodes, node)
+        await ended(nodes, node)
+        await node.start_again(epoch=2)
+        handle = nodes.registry.decode[nodes.decodes.index(node)]
+        await until(lambda: handle.state is NodeState.LIVE)
+        for _ in range(4):
+            handle.outlier.failed(UnavailableError("the engine has crashed"))
+        following = asyncio.create_task(take(events))
+        again = await next_decode(nodes)
+        assert not handle.outlier.is_ejected
+        say(again, (await again.admit()).request_id, token(8))
+        assert await following == token(8)
+
+
 async def test_outputs_that_run_apart_lose_nodes_each_on_its_own() -> None:
     async with cluster(num_prefill_nodes=0, num_decode_nodes=4, max_attempts=2) as nodes:
         async with aclosing(nodes.relay.run(a_request(n=2))) as events:
