@@ -25,12 +25,18 @@ class Tally:
         self._accepted_after: float | None = None
         self._first_token_after: float | None = None
         self._handover_seconds = 0.0
-        self._num_found_tokens = 0  # prompt tokens that the prefilling node held or fetched
-        self._num_recomputed_tokens = 0  # prompt tokens that were computed once more, since blocks did not arrive
+        self._num_cached_tokens: int | None = None  # first ones of the prompt that none of its nodes computed
+        self._num_held_tokens: int | None = None  # those that its first node was thought to hold
         self._num_transferred_blocks = 0
         self._num_migrations = 0
         self._rungs: Counter[Rung] = Counter()  # fetched blocks of all nodes, by rung
         self._recomputed: Counter[RecomputationCause] = Counter()  # tokens computed once more, by cause
+
+    def placed(self, node_request: NodeRequest, *, num_uncached_tokens: int) -> None:
+        """Notes how many tokens the node that prefills is thought to have to compute. What a replay finds beyond those
+        of the first placement may be what the lost one has computed."""
+        if self._num_held_tokens is None:
+            self._num_held_tokens = len(node_request.token_ids) - num_uncached_tokens
 
     def accepted(self) -> None:
         """Notes that a node has taken the request."""
@@ -66,18 +72,18 @@ class Tally:
         self._came_from(reader, fetches, {})
         if node_request.is_replay:
             self._recompute("migration", len(node_request.token_ids) - num_found_tokens)
-        if node_request.num_prior_output_tokens == 0:
-            self._num_found_tokens = num_found_tokens
+            if self._num_held_tokens is not None:
+                num_found_tokens = min(num_found_tokens, self._num_held_tokens)
+        self._found(node_request, num_found_tokens)
 
     def refilled(self, node_request: NodeRequest, *, num_cached_tokens: int, fetches: FetchReport) -> None:
         """Counts what a second prefill node held, fetched and computed, because the first one's blocks did not
         arrive."""
         self._num_transferred_blocks += self.num_blocks(fetches.num_tokens)
         self._came_from(NodeRole.PREFILL, fetches, {})
-        num_tokens = len(node_request.token_ids) - num_cached_tokens - fetches.num_tokens
-        self._recompute("refill", num_tokens)
-        if node_request.num_prior_output_tokens == 0:
-            self._num_recomputed_tokens += num_tokens
+        num_found_tokens = num_cached_tokens + fetches.num_tokens
+        self._recompute("refill", len(node_request.token_ids) - num_found_tokens)
+        self._found(node_request, num_found_tokens)
 
     def decode_ready(
         self,
@@ -95,20 +101,18 @@ class Tally:
         self._came_from(NodeRole.DECODE, fetches, rungs)
         self._metrics.came_from(NodeRole.DECODE, "local", num_blocks=self.num_blocks(num_recomputed_tokens))
         self._recompute("transfer", num_recomputed_tokens)
-        if node_request.num_prior_output_tokens == 0:
-            self._num_recomputed_tokens += num_recomputed_tokens
+        self._found(node_request, len(node_request.token_ids) - num_recomputed_tokens)
 
     def trace(self, *, prefill_node: str | None, decode_node: str) -> RequestTrace:
         elapsed = self._clock.now() - self._began
         num_prompt_tokens = self._num_prompt_tokens
-        num_computed_tokens = num_prompt_tokens - self._num_found_tokens + self._num_recomputed_tokens
-        num_computed_tokens = max(0, min(num_computed_tokens, num_prompt_tokens))
+        num_cached_tokens = max(0, min(self._num_cached_tokens or 0, num_prompt_tokens))
         return RequestTrace(
             prefill_node=prefill_node,
             decode_node=decode_node,
             num_prompt_blocks=self.num_blocks(num_prompt_tokens),
-            num_computed_tokens=num_computed_tokens,
-            num_cached_tokens=num_prompt_tokens - num_computed_tokens,
+            num_computed_tokens=num_prompt_tokens - num_cached_tokens,
+            num_cached_tokens=num_cached_tokens,
             num_transferred_blocks=self._num_transferred_blocks,
             queue_seconds=elapsed if self._accepted_after is None else self._accepted_after,
             ttft_seconds=elapsed if self._first_token_after is None else self._first_token_after,
@@ -129,6 +133,13 @@ class Tally:
     def num_blocks(self, num_tokens: int) -> int:
         """Returns how many blocks so many tokens need, the last one perhaps filled in part."""
         return -(-num_tokens // self._block_size)
+
+    def _found(self, node_request: NodeRequest, num_tokens: int) -> None:
+        """Notes that a node has computed the prompt from there on. Each of a request's nodes computes to its end, so
+        what none of them computed is what the one that began first has found."""
+        if node_request.num_prior_output_tokens == 0:
+            found = self._num_cached_tokens
+            self._num_cached_tokens = num_tokens if found is None else min(found, num_tokens)
 
     def _came_from(self, reader: NodeRole, fetches: FetchReport, rungs: Mapping[str, Rung]) -> None:
         """Counts fetched blocks by rung. A node without an entry in `rungs` is on the rung `holder`."""

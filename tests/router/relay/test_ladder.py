@@ -163,7 +163,7 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
         trace = await take_trace(events)
         assert trace.kv == KVOrigins(num_prefill_node_blocks=1, num_refill_blocks=2, num_refilled_tokens=6)
         assert (trace.prefill_node, trace.num_migrations) == ("prefill-0", 0)
-        assert (trace.num_computed_tokens, trace.num_cached_tokens) == (10, 0), "6 on one node and 6 on the other"
+        assert (trace.num_computed_tokens, trace.num_cached_tokens) == (6, 4), "both nodes computed the same 6"
         assert nodes.metric("kv_refills_total") == 1
         assert nodes.metric("recomputed_tokens_total", cause="refill") == 6
         assert_idle(nodes)

@@ -107,12 +107,11 @@ async def test_a_decode_node_lost_before_the_first_token_is_replaced_with_its_pr
         admit = await nodes.decodes[1].admit()
         assert (admit.sampling_params.n, admit.num_prior_output_tokens, tuple(admit.prompt_token_ids)) == (2, 0, PROMPT)
         again = await soon(nodes.prefill.calls)
-        again.finish(token(7, finish=FinishReason.STOP), token(8, index=1, finish=FinishReason.STOP))
-        assert [await first, await take(events)] == [
-            token(7, finish=FinishReason.STOP),
-            token(8, index=1, finish=FinishReason.STOP),
-        ]
-        assert (await take_trace(events)).num_migrations == 1
+        said = [token(7, finish=FinishReason.STOP), token(8, index=1, finish=FinishReason.STOP)]
+        again.finish(*said, num_cached_tokens=8)  # which it computed the first time
+        assert [await first, await take(events)] == said
+        trace = await take_trace(events)
+        assert (trace.num_migrations, trace.num_computed_tokens, trace.num_cached_tokens) == (1, 10, 0)
 
 
 async def test_only_unfinished_outputs_go_on_each_under_its_index() -> None:

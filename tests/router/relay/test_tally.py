@@ -48,7 +48,29 @@ def test_what_a_refill_fetched_is_not_computed_again() -> None:
     tally.refilled(placed(), num_cached_tokens=4, fetches=FETCHED)
     found = trace(tally)
     assert found.kv == KVOrigins(num_holder_blocks=1, num_refilled_tokens=2)
-    assert (found.num_computed_tokens, found.num_transferred_blocks) == (8, 1)
+    assert (found.num_computed_tokens, found.num_transferred_blocks) == (6, 1)
+
+
+def test_what_is_computed_twice_is_computed_and_what_nobody_computes_is_cached() -> None:
+    """Each node computes the end of the prompt, so the longest end counts."""
+    tally, _, _ = make()
+    tally.computed(placed(), num_cached_tokens=8, fetches=NOTHING_FETCHED)
+    tally.decode_ready(placed(), num_recomputed_tokens=1, fetches=FETCHED, rungs={})
+    assert (trace(tally).num_computed_tokens, trace(tally).num_cached_tokens) == (2, 8)
+    tally.decode_ready(placed(), num_recomputed_tokens=5, fetches=FETCHED, rungs={})
+    assert (trace(tally).num_computed_tokens, trace(tally).num_cached_tokens) == (5, 5)
+    tally.computed(placed(is_replay=True), num_cached_tokens=9, fetches=NOTHING_FETCHED)
+    assert trace(tally).num_cached_tokens == 5, "the rest was found because this request had computed it"
+
+
+def test_what_a_request_has_computed_before_it_lost_a_node_is_not_cached() -> None:
+    """The node was lost before it could say that it had computed anything."""
+    tally, _, _ = make()
+    tally.placed(placed(), num_uncached_tokens=7)
+    tally.placed(placed(is_replay=True), num_uncached_tokens=1)
+    tally.computed(placed(is_replay=True), num_cached_tokens=9, fetches=NOTHING_FETCHED)
+    found = trace(tally)
+    assert (found.num_computed_tokens, found.num_cached_tokens, found.kv.num_replayed_tokens) == (7, 3, 1)
 
 
 def test_what_a_replay_costs_is_no_part_of_the_prompt() -> None:
