@@ -11,6 +11,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "structural_tag": (),
     "structured_outputs": (),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),

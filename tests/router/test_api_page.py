@@ -48,8 +48,7 @@ def test_defaults_of_sampling() -> None:
 
 def test_refused_fields() -> None:
     refused = set(names(PAGE[PAGE.index("Refused unless") : PAGE.index("Ignored, since")]))
-    otherwise = {name for name in UNSUPPORTED_FIELDS if name in CALLED_OTHERWISE or name.startswith("guided_")}
-    assert refused - {"cache_salt"} == set(UNSUPPORTED_FIELDS) - otherwise
+    assert refused - {"cache_salt"} == set(UNSUPPORTED_FIELDS) - set(CALLED_OTHERWISE)
     [[what]] = [row[1:] for row in rows(section(PAGE, "## HTTP")) if "/tokenize" in row[0]]
     said = what[what.index("token's text") : what.index("are refused")]
     assert set(names(said)) == set(TokenizeBody.refused)
