@@ -27,11 +27,11 @@ from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
-from kvrelay.engine.startup import prepare_engine
-from kvrelay.offline.default_device import host_by_default
+from kvrelay.engine.startup import planned_device, prepare_engine
 from kvrelay.offline.interrupts import interrupts_held
 from kvrelay.offline.prompts import Message, Prompt, chat_messages, conversations_of, prompts_of
 from kvrelay.offline.request_output import PendingRequest, RequestOutput, results_of
+from kvrelay.offline.torch_devices import devices_set_for
 from kvrelay.text.tokenizer import Tokenizer
 
 
@@ -87,10 +87,11 @@ class LLM:
         )
         load_model_config(resolve_model_directory(options.model))  # first: a folder of something else has no tokenizer
         self.tokenizer = Tokenizer.load(options.model)
-        with host_by_default():
+        with devices_set_for(planned_device(options)):
             prepared = prepare_engine(options)
             kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
             self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
+        self._device = prepared.device
         self.max_model_len = prepared.size.max_model_len
         self.vocab_size = prepared.loaded.config.vocab_size
         self._max_num_seqs = prepared.options.max_num_seqs
@@ -174,7 +175,7 @@ class LLM:
             if not self._in_use.acquire(blocking=False):
                 raise KVRelayError("this LLM runs another batch: use it from one thread at a time")
             try:
-                with host_by_default():
+                with devices_set_for(self._device):
                     self._run(pending, handle_interrupts, progress=progress)
             finally:
                 self._in_use.release()

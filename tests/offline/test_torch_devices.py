@@ -1,8 +1,17 @@
-"""A program that has chosen where torch makes its tensors: `LLM` works as in any other, and the choice stays."""
+"""A program that has chosen where torch makes its tensors, or its current GPU: `LLM` works as in any other, and the
+choice stays."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
 
 from kvrelay import LLM, SamplingParams
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.startup import prepare_engine
+from kvrelay.offline.torch_devices import devices_set_for
 from tests.demo_model import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -28,3 +37,48 @@ def test_a_default_device_is_neither_used_nor_changed() -> None:
         _check_that_llm_works(before)
         _check_that_llm_works(LLM(DEMO_MODEL, threads=1, num_blocks=64))
     assert torch.get_default_device().type == "cpu"
+
+
+def test_the_gpu_of_the_engine_is_the_current_one_for_as_long_as_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches kernels on the current GPU, on which their tensors need not be."""
+    chosen: list[torch.device] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        chosen.append(device)
+        yield
+        chosen.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    with devices_set_for(torch.device("cuda", 0)):
+        assert chosen == [torch.device("cuda", 0)]
+    with devices_set_for(torch.device("cpu")):
+        assert not chosen
+
+
+def test_the_engine_is_built_and_steps_with_the_devices_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[torch.device] = []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        with devices_set_for(device):
+            yield
+        inside.pop()
+
+    seen: list[list[torch.device]] = []
+    step = Engine.step
+
+    def stepped(engine: Engine, *arguments: Any) -> Any:
+        seen.append([*inside])
+        return step(engine, *arguments)
+
+    def prepared(options: Any) -> Any:
+        seen.append([*inside])
+        return prepare_engine(options)
+
+    monkeypatch.setattr("kvrelay.offline.llm.devices_set_for", noted)
+    monkeypatch.setattr("kvrelay.offline.llm.prepare_engine", prepared)
+    monkeypatch.setattr(Engine, "step", stepped)
+    LLM(DEMO_MODEL, threads=1, num_blocks=64).generate("The capital of France is", GREEDY, progress=False)
+    assert len(seen) > 4 and all(found == [torch.device("cpu")] for found in seen)
