@@ -39,10 +39,16 @@ def main(role: str, make_service: Callable[[Node], Service], settings: NodeSetti
     """Runs a node until it is told to stop; returns the exit status."""
     configure_logging(settings.node_id or role, settings.log_level)
     try:
-        return uvloop.run(_serve(settings, role, make_service))
+        return uvloop.run(_run(settings, role, make_service))
     except _ThreadLeftError as left:
         _logger.info("%s", left)
         os._exit(left.status)
+
+
+async def _run(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
+    """Serves, or logs why that ends: here, since a transfer that hangs may keep the loop from its end."""
+    try:
+        return await _serve(settings, role, make_service)
     except KVRelayError as error:
         _logger.critical("%s", error)
         return 1
