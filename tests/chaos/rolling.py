@@ -15,6 +15,7 @@ async def rolling_restart(cluster: ChaosCluster, names: Sequence[str] = ()) -> d
     for node in [cluster.nodes[name] for name in names or cluster.nodes]:
         statuses[node.name] = await node.terminate()
         _logger.info("%s has drained with exit code %d", node.name, statuses[node.name])
+        assert "are cut off" not in node.running.log.read_text(), f"{node.name} has not finished what it had"
         await node.start()
         await cluster.wait_live(node.name)
     return statuses

@@ -36,7 +36,9 @@ async def test_a_draining_node_ends_what_it_has_and_the_others_take_over(
         used = {served.how.prefill_node if role == "prefill" else served.how.decode_node for served in later}
         assert used == {f"{role}-1"}
         for prompt, stream in zip(prompts, streams, strict=True):
-            assert (await stream).tokens[0] == reference.generate(prompt, 300)
+            served = await stream
+            assert served.tokens[0] == reference.generate(prompt, 300)
+            assert served.how.num_migrations == 0, "the node itself has ended it"
         await drained
 
 

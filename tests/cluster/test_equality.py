@@ -27,14 +27,16 @@ async def test_every_model_family_gives_transformers_tokens_over_a_connector(
     family: str, connector: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:
     """Prompts are short, exact multiples of the block size, or several chunks long; then all of them come again as
-    prefix hits."""
+    prefix hits. All of their KV moves, and none is computed twice."""
     model = make_tiny_model(family, tmp_path, vocab_size=VOCAB_SIZE)
     reference = Reference(model)
     prompts = [prompt_of(length) for length in (1, 15, 16, 17, 48, 100, 700)]
     options: dict[str, Any] = {"connector": connector, "redis_url": redis_server.url, "max_num_batched_tokens": 64}
     async with cluster(model, **options) as running:
-        await check_agrees(running, reference, prompts, max_tokens=10)
-        await check_agrees(running, reference, [[*prompt, 5, 6, 7] for prompt in prompts], max_tokens=4)
+        first = await check_agrees(running, reference, prompts, max_tokens=10)
+        again = await check_agrees(running, reference, [[*prompt, 5, 6, 7] for prompt in prompts], max_tokens=4)
+    assert all(served.how.kv.num_recomputed_tokens == 0 for served in (*first, *again))
+    assert all(served.how.num_computed_tokens < 16 + 3 for served in again)
 
 
 @pytest.fixture(params=CONNECTORS)

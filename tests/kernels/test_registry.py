@@ -91,3 +91,11 @@ def test_chooses_the_best_instruction_set() -> None:
     assert _native.instruction_set() == _native.available_instruction_sets()[0]
     with pytest.raises(ValueError, match="not available"):
         _native.set_instruction_set("avx1024")
+
+
+def test_the_kernels_of_every_instruction_set_are_tested_here() -> None:
+    """What the machine lacks is emulated, by a build with PAGED_EMULATE, as `make test` makes it."""
+    found = {name.removesuffix("_emulated") for name in _native.available_instruction_sets()}
+    with_avx2 = {"avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"}  # the others are emulated with it
+    expected = {"portable"} | (with_avx2 if "avx2" in found else set())
+    assert {"amx" if name == "amx_bf16" else name for name in found} == expected

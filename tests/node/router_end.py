@@ -18,8 +18,8 @@ PATIENCE = 10.0
 _NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
 
 
-def admit(request_id: str, *, n: int = 1, local_prefill: bool = False) -> pb.DecodeCommand:
-    sampling = sampling_to_wire(SamplingParams(n=n, max_tokens=3, temperature=0.0, seed=0))
+def admit(request_id: str, *, n: int = 1, local_prefill: bool = False, max_tokens: int = 3) -> pb.DecodeCommand:
+    sampling = sampling_to_wire(SamplingParams(n=n, max_tokens=max_tokens, temperature=0.0, seed=0))
     message = pb.Admit(request_id=request_id, prompt_token_ids=PROMPT, sampling_params=sampling)
     message.local_prefill = local_prefill
     return pb.DecodeCommand(admit=message)

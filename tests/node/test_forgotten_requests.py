@@ -18,7 +18,7 @@ from kvrelay.engine.request import StepResult
 from kvrelay.v1 import common_pb2, prefill_node_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from prefill_node.service import PrefillService
-from tests.node.fake_node import FailingRunner, make_node, serving
+from tests.node.fake_node import FailingRunner, StepwiseRunner, make_node, serving
 from tests.node.holders import LadderConnector
 from tests.node.router_end import PATIENCE, PROMPT, Router, admit
 
@@ -89,6 +89,22 @@ async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> No
             await aborted.wait()
         await asyncio.sleep(0)  # the cancelled task ends
         await asyncio.sleep(0)  # and tells
+        await node.check_idle()
+        await router.close()
+
+
+async def test_a_request_that_decodes_ends_when_it_is_aborted() -> None:
+    """Not when it would by itself, dozens of steps later."""
+    runner = StepwiseRunner()
+    async with serving(DecodeService, node := make_node(runner)) as service:
+        router = Router(service)
+        router.send(admit("a", local_prefill=True, max_tokens=60))
+        runner.steps.release(3)
+        while not (await router.event()).tokens.token_ids:
+            pass
+        router.send(pb.DecodeCommand(abort=pb.Abort(request_id="a")))
+        await router.all_taken()
+        runner.steps.release(5)  # for a step under way; a further one would fail
         await node.check_idle()
         await router.close()
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LONG_TIMEOUT = 100.0  # more than twice what the slowest request has taken
 LONG_WAIT = 60.0  # longer than no node of a kind lives
+REFUSALS = ("no decode node can serve now", "no decode node lives that has")  # of a request that has not begun
 
 
 class Behaviour(Enum):
@@ -200,7 +201,13 @@ class Client:
                 return
             case UnavailableError() if any(excuse in str(error) for excuse in self.excuses):
                 return
+            case UnavailableError() if not self._has_begun and any(why in str(error) for why in REFUSALS):
+                return
         self.report(f"{self.name}: ended after {elapsed:.3f} s with {error!r}")
+
+    @property
+    def _has_begun(self) -> bool:
+        return bool(self.tokens) or self._has_prompt_logprobs
 
     def _ended(self, how: str) -> None:
         self._check_not_ended(how)

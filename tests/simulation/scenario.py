@@ -150,12 +150,9 @@ class _Run:
             self._tasks.append(process_task(router.process, client.run(router.relay)))
 
     def _excuses(self) -> tuple[str, ...]:
-        """Returns what a request may fail with. The loss of a node alone is no reason for a request that has begun,
-        since nodes come back."""
-        excuses = ["no decode node can serve now", "no decode node lives that has"]  # has not begun
-        if self._cluster.config.node_wait < LONG_WAIT:
-            excuses.append("no decode node came")
-        return tuple(excuses)
+        """Returns what a request may fail with that has begun. The loss of a node alone is no reason, since nodes come
+        back."""
+        return ("no decode node came",) if self._cluster.config.node_wait < LONG_WAIT else ()
 
     async def _until_ended(self) -> None:
         """Waits for every client of a live router. Faults go on for as long as they may."""
