@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.errors import ConfigurationError, UnavailableError
 from kvrelay.core.health_service import HealthService
 from kvrelay.core.listening import address_of, check_port
 
@@ -26,6 +27,7 @@ CONNECT_SECONDS = 2.0  # longest attempt: it takes two round trips, maybe to a h
 WHOLE_SERVER = ""  # the health service's name for the server as a whole, which serves while the process works
 
 Options = list[tuple[str, int]]
+T = TypeVar("T")
 
 # For a channel to a node or a router, which is reached directly, whatever the host's proxy settings say.
 WITHOUT_PROXY: Options = [("grpc.enable_http_proxy", 0)]
@@ -71,7 +73,17 @@ def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES, ping_timeout_m
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", 0),
+        # None of ours compresses. A small message may become a huge one, which no limit sees before it is there.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
+
+
+def understood(answer: T | None) -> T:
+    """Returns an answer of another process. gRPC gives None for bytes that are no such message, damaged ones or those
+    of another program: raises UnavailableError for it."""
+    if answer is None:
+        raise UnavailableError("what it answers is not understood: is it a process of kvrelay?")
+    return answer
 
 
 async def serve_insecure(server: grpc.aio.Server, host: str, port: int, *, flag: str = "--port") -> int:

@@ -27,7 +27,7 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
-from kvrelay.core.rpc import RECONNECT_SECONDS, channel_options
+from kvrelay.core.rpc import RECONNECT_SECONDS, channel_options, understood
 from kvrelay.core.rpc_errors import error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
@@ -174,7 +174,8 @@ class Registry:
         does not answer."""
         stub = _stub(node)
         try:
-            description = description_from_wire(await stub.Describe(node_pb2.DescribeRequest(), timeout=self._timeout))
+            answer = understood(await stub.Describe(node_pb2.DescribeRequest(), timeout=self._timeout))
+            description = description_from_wire(answer)
             node.heard_at = self.clock.now()
             known, node.description = node.description, description
             node.misfit = misfit(description, node.role, self._vocabulary)
@@ -215,7 +216,7 @@ class Registry:
                 async for message in call:
                     silence.broken()
                     node.heard_at = self.clock.now()
-                    self._apply(node, message)
+                    self._apply(node, understood(message))
         except TimeoutError as error:
             raise UnavailableError(f"nothing was heard of it for {self._silence:g} seconds") from error
         finally:

@@ -14,11 +14,12 @@ from typing import TypeAlias, cast
 
 import grpc
 
-from kvrelay.core.errors import DeadlineError, KVRelayError
+from kvrelay.core.errors import DeadlineError, KVRelayError, UnavailableError
 from kvrelay.core.kv_source import HeldBlocks
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outputs import TokenOutput
 from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.rpc import understood
 from kvrelay.core.rpc_errors import error_from_rpc
 from kvrelay.core.tasks import end_tasks
 from kvrelay.core.wire import (
@@ -251,9 +252,10 @@ class PrefillClient:
     async def _renew(self, lease_ids: list[str], *, timeout: float) -> None:
         message = pb.RenewLeasesRequest(lease_ids=lease_ids, ttl_ms=self._lease_ttl_ms)
         try:
-            answer = await self._stub.RenewLeases(message, timeout=timeout)
-        except grpc.aio.AioRpcError as failure:
-            _logger.warning("%d leases at %s not renewed: %s", len(lease_ids), self._address, error_from_rpc(failure))
+            answer = understood(await self._stub.RenewLeases(message, timeout=timeout))
+        except (grpc.aio.AioRpcError, UnavailableError) as failure:
+            error = error_from_rpc(failure) if isinstance(failure, grpc.aio.AioRpcError) else failure
+            _logger.warning("%d leases at %s not renewed: %s", len(lease_ids), self._address, error)
             return
         for lease_id in answer.unknown_lease_ids:
             if lease_id in self._held:

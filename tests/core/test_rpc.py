@@ -236,6 +236,14 @@ async def test_a_request_that_is_no_message_of_the_method_is_the_client_s_fault(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_compressed_request_is_refused() -> None:
+    """A few kilobytes may be megabytes, which are there before a limit sees them."""
+    async with serving(FailingRouter(None)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router_stub(channel).Generate(router_pb2.GenerateRequest(), compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_so_is_one_in_a_stream_of_requests(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(FailingRouter(None)) as channel:
         call: Any = channel.stream_stream("/kvrelay.v1.DecodeNode/Serve")
