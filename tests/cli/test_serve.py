@@ -4,6 +4,8 @@ import json
 import os
 import shlex
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -114,9 +116,20 @@ def test_without_memory_to_share_every_node_has_its_own(monkeypatch: pytest.Monk
 
 
 def test_how_threads_wait_is_the_users_choice() -> None:
-    assert thread_environment({}, 2) == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "10000"}
+    always = {"OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "false"}
+    assert thread_environment({}, 2) == {**always, "GOMP_SPINCOUNT": "10000"}
     for variable in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        assert thread_environment({variable: "as they like"}, 2) == {"OMP_NUM_THREADS": "2"}
+        assert thread_environment({variable: "as they like"}, 2) == always
+
+
+@pytest.mark.parametrize("binding", [{"OMP_PROC_BIND": "close"}, {"GOMP_CPU_AFFINITY": "0"}, {"OMP_PLACES": "cores"}])
+def test_a_node_may_use_all_cores_whatever_the_shell_binds_threads_to(binding: dict[str, str]) -> None:
+    given = os.environ | binding
+    code = "import os, torch; print(len(os.sched_getaffinity(0)))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=given | thread_environment(given, 1), capture_output=True, check=True
+    )
+    assert int(found.stdout) == len(os.sched_getaffinity(0))
 
 
 def test_nodes_understand_what_they_are_given() -> None:
@@ -235,7 +248,7 @@ def test_nodes_share_a_secret_that_is_no_argument() -> None:
 
 def test_without_redis_no_node_hears_of_it() -> None:
     for node in node_commands(settings_of("m", "--redis-url", SECRET), {}, cores=2):
-        assert set(node.environment) == {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"}
+        assert set(node.environment) == {"OMP_NUM_THREADS", "OMP_PROC_BIND", "GOMP_SPINCOUNT"}
 
 
 @pytest.mark.parametrize(
