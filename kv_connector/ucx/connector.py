@@ -84,6 +84,11 @@ class UcxConnector:
             raise ConfigurationError(
                 "connector 'ucx' needs the address under which other nodes reach this one: set --ucx-host"
             )
+        if ":" in settings.host:
+            raise ConfigurationError(
+                f"connector 'ucx' cannot be reached at {settings.host}, an IPv6 address: set --ucx-host to a name or "
+                "an IPv4 address of this node"
+            )
         self._clock: Clock = clock or MonotonicClock()
         self._outages = Outages(self._clock.now)
         self._state: _Open | None = None

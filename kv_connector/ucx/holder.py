@@ -100,7 +100,7 @@ class Holder:
         except ProtocolError as error:
             self._stats.peers_refused += 1
             # A peer has no name before it has proved itself: each reason is logged once while such peers keep coming.
-            self._outages.failed(f"serving UCX peers ({error})", "dropped a UCX peer: %s", error)
+            self._outages.failed(f"serving UCX peers ({error.reason})", "dropped a UCX peer: %s", error)
         except TimeoutError:
             _logger.info("dropped a UCX peer that went silent")
         finally:

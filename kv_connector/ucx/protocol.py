@@ -49,7 +49,12 @@ ENTRY_BYTES = _ENTRY.size
 
 
 class ProtocolError(KVError):
-    """The peer does not speak this protocol or this version of it, or does not know the cluster's secret."""
+    """The peer does not speak this protocol or this version of it, or does not know the cluster's secret. `reason` is
+    the message without what the peer has chosen."""
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(reason + details)
+        self.reason = reason
 
 
 class Status(IntEnum):
@@ -92,7 +97,7 @@ def decode_opening(data: bytes) -> bytes:
     if magic != _MAGIC:
         raise ProtocolError("not a kvrelay UCX peer")
     if version != UCX_PROTOCOL_VERSION:
-        raise ProtocolError(f"UCX protocol version {version}, not {UCX_PROTOCOL_VERSION}")
+        raise ProtocolError("another version of the UCX protocol", f": {version}, not {UCX_PROTOCOL_VERSION}")
     return bytes(nonce)
 
 
@@ -123,7 +128,7 @@ def decode_ask(data: bytes, limit: int) -> list[BlockHash]:
     """Returns the names at the beginning of `data`, which has room for `limit` of them."""
     (count,) = _COUNT.unpack_from(data)
     if not 1 <= count <= limit:
-        raise ProtocolError(f"{count} blocks asked for at once, at most {limit} may be")
+        raise ProtocolError("too many blocks asked for at once", f": {count}, at most {limit} may be")
     end = _COUNT.size + count * HASH_BYTES
     return [BlockHash(data[start : start + HASH_BYTES]) for start in range(_COUNT.size, end, HASH_BYTES)]
 

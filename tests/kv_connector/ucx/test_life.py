@@ -119,7 +119,7 @@ def test_without_a_secret_or_an_address_it_does_not_start() -> None:
         with pytest.raises(ConfigurationError, match=r"secret of at least 16 characters.*KVRELAY_CLUSTER_SECRET"):
             UcxConnector(UcxSettings(secret))
     UcxConnector(UcxSettings("k" * 16))
-    for host in ("", "0.0.0.0", "::", "*"):  # under which no other node reaches this one
+    for host in ("", "0.0.0.0", "::", "*", "fd00::3"):  # under which no other node reaches this one
         with pytest.raises(ConfigurationError, match="--ucx-host"):
             UcxConnector(UcxSettings(CLUSTER_SECRET, host=host))
     assert CLUSTER_SECRET not in repr(UcxSettings(CLUSTER_SECRET))
