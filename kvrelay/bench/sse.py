@@ -3,6 +3,8 @@
 Invariant: the events are the same however the bytes are cut.
 """
 
+_MOST_BYTES = 8 << 20  # of an event; servers send a token or a whole answer in one
+
 
 class SseParser:
     """A parser that gives the data of each event and drops names, ids and comments."""
@@ -18,11 +20,13 @@ class SseParser:
         return self._rest
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the data of the events that these bytes complete."""
+        """Returns the data of the events that these bytes complete. Raises ValueError if an event does not end."""
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
         *events, self._rest = data.split(b"\n\n")
+        if len(self._rest) > _MOST_BYTES:
+            raise ValueError(f"an event has more than {_MOST_BYTES >> 20} MiB")
         return [payload for event in events if (payload := _payload(event))]
 
 

@@ -38,3 +38,11 @@ def test_an_incomplete_event_is_kept_back() -> None:
     parser = SseParser()
     assert parser.feed(b"data: half\n") == []
     assert parser.feed(b"\n") == [b"half"]
+
+
+def test_an_event_that_does_not_end_is_given_up() -> None:
+    """Each piece would take longer than the one before, while other streams wait."""
+    parser = SseParser()
+    assert parser.feed(b"data: one\n\n" + b"x" * (8 << 20)) == [b"one"]
+    with pytest.raises(ValueError, match="an event has more than 8 MiB"):
+        parser.feed(b"x")
