@@ -38,7 +38,8 @@ async def test_a_draining_node_ends_what_it_has_and_the_others_take_over(
         for prompt, stream in zip(prompts, streams, strict=True):
             served = await stream
             assert served.tokens[0] == reference.generate(prompt, 300)
-            assert served.how.num_migrations == 0, "the node itself has ended it"
+            if role == "decode":  # it had all of them; some may have reached the prefill node when it began to drain
+                assert served.how.num_migrations == 0, "the node itself has ended it"
         await drained
 
 
