@@ -39,19 +39,25 @@ def main(role: str, make_service: Callable[[Node], Service], settings: NodeSetti
     """Runs a node until it is told to stop; returns the exit status."""
     configure_logging(settings.node_id or role, settings.log_level)
     try:
-        return uvloop.run(_run(settings, role, make_service))
+        with _exit_timer() as end_soon:
+            return uvloop.run(_run(settings, role, make_service, end_soon))
     except _ThreadLeftError as left:
         _logger.info("%s", left)
         os._exit(left.status)
 
 
-async def _run(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
-    """Serves, or logs why that ends: here, since a transfer that hangs may keep the loop from its end."""
+async def _run(
+    settings: NodeSettings, role: str, make_service: Callable[[Node], Service], end_soon: Callable[[], None]
+) -> int:
+    """Serves, and logs why that ends: here, since a transfer that hangs may keep the loop from its end, for as long as
+    `end_soon` lets it."""
     try:
         return await _serve(settings, role, make_service)
     except KVRelayError as error:
         _logger.critical("%s", error)
         return 1
+    finally:
+        end_soon()
 
 
 async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
@@ -73,7 +79,8 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
             draining = server.drain(settings.drain_timeout)
             crashed = await first_of(draining, signals.hurry.wait(), node.crashed.wait()) == 2
     finally:
-        with _exits_after(_CLOSE_SECONDS):
+        with _exit_timer() as end_soon:
+            end_soon()
             await server.close()
     status = 1 if crashed else 0
     if node.engine_thread.is_alive:
@@ -82,19 +89,18 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
 
 
 @contextmanager
-def _exits_after(seconds: float) -> Iterator[None]:
-    """Ends the process with status 1 if the context is still open after so long. A device that hangs returns from
-    nothing that it was given, and closing waits for it, on the loop, too."""
+def _exit_timer() -> Iterator[Callable[[], None]]:
+    """A context with a function after which the process ends with status 1 if the context is still open in half a
+    minute. A device that hangs returns from nothing that it was given, and closing waits for it, on the loop, too."""
 
     def give_up() -> None:
         _logger.critical("ended without closing: a device or a transfer does not let go")
         os._exit(1)
 
-    timer = threading.Timer(seconds, give_up)
+    timer = threading.Timer(_CLOSE_SECONDS, give_up)
     timer.daemon = True
-    timer.start()
     try:
-        yield
+        yield timer.start
     finally:
         timer.cancel()
 

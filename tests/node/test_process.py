@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -33,3 +34,34 @@ def test_why_a_node_ends_is_logged_before_its_loop_waits_for_what_is_left(
     monkeypatch.setattr(process, "configure_logging", lambda *_: None)
     assert process.main("decode", DecodeService, NodeSettings(model="m")) == 1
     assert [record.message for record in caplog.records] == ["blocks do not arrive", "the loop waits"]
+
+
+def test_a_loop_that_does_not_end_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as that of a UCX connection whose buffers UCX does not let go of, which waits whatever cancels it."""
+    tasks = set[asyncio.Task[None]]()
+    statuses: list[int] = []
+
+    async def hang(released: asyncio.Event) -> None:
+        while not released.is_set():
+            with suppress(asyncio.CancelledError):
+                await released.wait()
+
+    async def serve(*_: Any) -> int:
+        released, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def end(status: int) -> None:
+            statuses.append(status)
+            loop.call_soon_threadsafe(released.set)
+
+        monkeypatch.setattr("os._exit", end)
+        tasks.add(asyncio.create_task(hang(released)))
+        await asyncio.sleep(0)
+        return 0
+
+    monkeypatch.setattr(process, "_serve", serve)
+    monkeypatch.setattr(process, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(process, "_CLOSE_SECONDS", 0.05)
+    process.main("decode", DecodeService, NodeSettings(model="m"))
+    assert statuses == [1] and "ended without closing" in caplog.text
