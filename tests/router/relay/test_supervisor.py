@@ -168,7 +168,7 @@ async def test_a_prefill_that_fails_before_its_first_token_moves_to_the_decode_n
         nodes.decode.tokens(admit.request_id, token(8, finish=FinishReason.STOP))
         await take(events)
         trace = await take_trace(events)
-        assert (trace.prefill_node, trace.num_computed_tokens, trace.num_cached_tokens) == (None, 6, 4)
+        assert (trace.prefill_node, trace.num_cached_tokens) == (None, 0), "the request has had computed what D holds"
         assert_idle(nodes)
 
 
