@@ -114,7 +114,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: weight_map must map tensor names to files")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        # No hidden file is looked at before, so it might be a pipe that is never written to.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or file_name.startswith("."):
             raise ModelLoadError(
                 f"{index}: weight_map: tensor {name} must be in a file beside the index, not {file_name!r}"
             )
