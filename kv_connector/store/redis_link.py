@@ -60,6 +60,12 @@ class RedisLink:
         self.writes = CircuitBreaker("storing in Redis", clock, threshold=1)
         self._timeout = settings.operation_timeout_seconds
         self._closed = False
+        self._is_demoted = False
+
+    def demoted(self) -> None:
+        """Notes that the server is a replica by now. Its name or address may be another's, to which only new
+        connections lead."""
+        self._is_demoted = True
 
     @asynccontextmanager
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
@@ -70,6 +76,9 @@ class RedisLink:
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
             async with asyncio.timeout(seconds):
+                if self._is_demoted:
+                    self._is_demoted = False
+                    await self.client.connection_pool.disconnect(inuse_connections=False)
                 yield self.client
         except UNREACHABLE as error:
             if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):

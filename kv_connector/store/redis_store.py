@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from redis.exceptions import AuthenticationError, InvalidResponse
+from redis.exceptions import AuthenticationError, InvalidResponse, ReadOnlyError
 
 from kv_connector.base import AccessDeniedError, FetchOutcome, FetchOutcomes, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch
@@ -214,6 +214,8 @@ class RedisConnector:
         if refused:
             why = described(refused[0])
             _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
+            if any(isinstance(answer, ReadOnlyError) for answer in refused):
+                self._link.demoted()
             self._link.writes.failed(attempt)
         elif answers:
             self._link.writes.succeeded()

@@ -36,6 +36,10 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def redirect(self, port: int) -> None:
+        """Forwards new connections to another port, as a name does that is given to another host."""
+        self._target = port
+
     async def wait_connected(self) -> None:
         """Returns when somebody has connected since the last `cut`."""
         await self._connected.wait()
