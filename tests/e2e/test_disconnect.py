@@ -20,11 +20,11 @@ def steps_of_decode_node(cluster: Cluster) -> float:
 
 
 def ended_early(cluster: Cluster, steps_before: float) -> bool:
-    """Waits until nothing runs anywhere, and tells whether that took far fewer steps than the request had tokens."""
+    """Waits until nothing runs anywhere, and tells whether that took fewer steps than the request has tokens."""
     cluster.wait_idle()
     cluster.router.wait_metric(0, "kvrelay:num_requests_running")
     cluster.router.wait_metric(0, "kvrelay:node_requests_running", node="decode-0")
-    return steps_of_decode_node(cluster) - steps_before < LONG / 2
+    return steps_of_decode_node(cluster) - steps_before < LONG - 50
 
 
 def abort_count(cluster: Cluster) -> float:
