@@ -196,7 +196,7 @@ def _run(command: Sequence[str]) -> str:
         except subprocess.TimeoutExpired:
             _end(process, signal.SIGTERM)
             return f"ended after {_LONGEST_SECONDS:g} s"
-        except (KeyboardInterrupt, SystemExit) as error:  # the latter for another signal
+        except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C, or another signal, whose handler is below
             _end(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             return _INTERRUPTED
         except BaseException:

@@ -128,7 +128,8 @@ def test_what_does_not_end_is_killed_with_the_servers_that_it_has_started(monkey
         assert process.stdout.read() == b"", "which both have held open"
 
 
-def test_ctrl_c_ends_what_runs_and_is_noted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_runs_and_is_noted(number: signal.Signals, tmp_path: Path) -> None:
     output = tmp_path / "suite.jsonl"
     command = [sys.executable, "-m", "bench.cpu_suite", "--only", "router", "--output", str(output)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as suite:
@@ -136,7 +137,7 @@ def test_ctrl_c_ends_what_runs_and_is_noted(tmp_path: Path) -> None:
         for line in suite.stdout:
             if line.startswith("http, "):  # its first round is under way
                 break
-        os.killpg(suite.pid, signal.SIGINT)
+        os.killpg(suite.pid, number)
         shown = suite.stdout.read()
     assert suite.returncode == 130
     assert "the same command goes on with what is missing" in shown
