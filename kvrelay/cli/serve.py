@@ -82,7 +82,8 @@ class ServeSettings(RouterOptions, NodeOptions):
         gt=0,
         le=0.95,
         description="Share of the GPU's memory for all nodes, or of free RAM for their KV; unset: 0.9 of a GPU, "
-        "1 GiB per node on a CPU, or one sequence of max_model_len if that is more, but at most half of the free RAM.",
+        "1 GiB per node on a CPU, or one sequence of max_model_len if that is more, but at most an equal share of the "
+        "free RAM for each node, and one for everything else.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),
@@ -163,7 +164,7 @@ async def _run_cluster(settings: ServeSettings) -> None:
         [router_line] = await supervisor.start([router], timeout=settings.start_timeout)
         _announce(settings, router_line)
         await supervisor.keep(
-            make_successor=at_its_address,
+            make_successor=successor,
             timeout=settings.start_timeout,
             on_event=_note,
             on_end=_release_cores(commands, table),
@@ -239,13 +240,21 @@ def router_command(
     return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
 
 
-def at_its_address(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
-    """Returns the command with the ports that the process has drawn, at which the others know it."""
-    ports = {"--port": ready.get("address") or ready.get("http_address"), "--grpc-port": ready.get("grpc_address")}
+def successor(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
+    """Returns the command with the ports that the process has drawn, at which the others know it, and with the size of
+    its pool in host memory: of what is free when a successor starts, the other nodes' pools have taken some, and in a
+    smaller pool the longest sequences that the cluster has admitted may have no room."""
+    found = {
+        "--port": ready.get("address") or ready.get("http_address"),
+        "--grpc-port": ready.get("grpc_address"),
+        "--num-blocks": ready.get("num_host_blocks"),
+    }
     arguments = list(command.arguments)
-    for flag, address in ports.items():
-        if address is not None and flag in arguments:
-            arguments[arguments.index(flag) + 1] = str(address).rpartition(":")[2]
+    for flag, value in found.items():
+        if value is not None:
+            if flag not in arguments:
+                arguments += [flag, ""]
+            arguments[arguments.index(flag) + 1] = str(value).rpartition(":")[2]
     return replace(command, arguments=tuple(arguments))
 
 

@@ -12,7 +12,6 @@ from kvrelay.engine.options import EngineOptions
 
 _logger = logging.getLogger(__name__)
 _DEFAULT_POOL_BYTES = 1 << 30
-_LARGEST_DEFAULT_SHARE = 0.5  # of free memory, unless the options ask for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +23,16 @@ class PoolSize:
 
 
 def size_pool(options: EngineOptions, layout: KVLayout, *, model_limit: int, free_bytes: int) -> PoolSize:
-    """Returns the size of a pool in host memory, of which `free_bytes` are free. Raises ConfigurationError as
-    `fit_length` does."""
+    """Returns the size of a pool in host memory, of which `free_bytes` are free. Unless the options ask for more, each
+    of the nodes that share this memory takes at most an equal share, and leaves one for everything else: nodes that
+    start together all see the same free memory. Raises ConfigurationError as `fit_length` does."""
     wanted = options.max_model_len or model_limit
     num_blocks = options.num_blocks
     if not num_blocks and options.gpu_memory_utilization:
         num_blocks = int(free_bytes * options.gpu_memory_utilization) // layout.block_bytes
     if not num_blocks:
         pool_bytes = max(_DEFAULT_POOL_BYTES, layout.num_blocks_for(wanted) * layout.block_bytes)
-        num_blocks = int(min(pool_bytes, free_bytes * _LARGEST_DEFAULT_SHARE)) // layout.block_bytes
+        num_blocks = min(pool_bytes, free_bytes // (options.nodes_per_device + 1)) // layout.block_bytes
     return fit_length(options, layout, num_blocks, model_limit=model_limit)
 
 

@@ -65,8 +65,8 @@ def _ignore_progress(request_id: str, num_blocks: int, are_published: bool) -> N
 
 class Node:
     """A node, used on the loop on which it was made. `fetch_timeout`: seconds that one fetch may take. `crashed` is set
-    when the engine or the publisher has failed, or the engine or a fetch hangs. `make_engine_thread` makes the
-    thread that steps the engine."""
+    when the engine or the publisher has failed, or the engine or a fetch hangs. `num_host_blocks`: the size of a pool
+    in host memory, 0 for one on a GPU. `make_engine_thread` makes the thread that steps the engine."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Node:
         *,
         fetch_timeout: float,
         prefill_rate: PrefillRate,
+        num_host_blocks: int = 0,
         make_engine_thread: MakeEngineThread = EngineThread,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -83,6 +84,7 @@ class Node:
         self.engine_config = engine.config
         self.core_table = engine.threads.core_table
         self.connector = connector
+        self.num_host_blocks = num_host_blocks
         self.event_log = EventLog(engine.load())
         self.crashed: asyncio.Event = asyncio.Event()
         self.activity = Activity()

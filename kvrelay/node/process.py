@@ -71,7 +71,8 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
         node.watch(settings.step_timeout)
         address = address_of(settings.host, port)
         if not signals.stop.is_set():
-            announce_ready(role=role, address=address, node_id=node.identity.node_id)
+            pool = {"num_host_blocks": node.num_host_blocks} if node.num_host_blocks else {}
+            announce_ready(role=role, address=address, node_id=node.identity.node_id, **pool)
             _logger.info("%s is ready on %s", node.identity.node_id, address)
         crashed = await first_of(signals.stop.wait(), node.crashed.wait()) == 1
         if not crashed:

@@ -156,11 +156,13 @@ class NodeSettings(NodeOptions):
         default=0.0,
         description="When num_blocks is 0. On a GPU: share of its memory for this node, weights and all; 0 takes 0.9, "
         "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
-        "max_model_len needs if that is more, but at most half of the free RAM.",
+        "max_model_len needs if that is more, but at most an equal share of the free RAM for each of nodes_per_device, "
+        "and one for everything else.",
     )
     nodes_per_device: NodesPerDevice = Field(
         default=1,
-        description="How many nodes share this one's GPU; divides the memory that it takes by default.",
+        description="How many nodes share this one's GPU, or the RAM where there is none; divides the memory that it "
+        "takes by default.",
     )
     cluster_secret: SecretStr = Field(
         default=SecretStr(""),

@@ -101,6 +101,7 @@ def _join(
         connector,
         fetch_timeout=settings.fetch_timeout,
         prefill_rate=prefill_rate,
+        num_host_blocks=size.num_blocks if prepared.device.type == "cpu" else 0,
         make_engine_thread=partial(EngineThread, stream_interval=settings.stream_interval),
     )
 

@@ -17,11 +17,11 @@ from kvrelay.cli.main import PROCESS_MODULES
 from kvrelay.cli.serve import (
     ServeSettings,
     _announce,
-    at_its_address,
     child_environment,
     node_commands,
     router_command,
     serve,
+    successor,
 )
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand
@@ -381,5 +381,19 @@ def test_a_router_starts_again_at_the_ports_that_it_drew(ports: tuple[str, ...])
     before = child_settings(RouterSettings, command)
     drawn = (before.port or 41, before.grpc_port or 42)
     ready = {"http_address": f"127.0.0.1:{drawn[0]}", "grpc_address": f"127.0.0.1:{drawn[1]}"}
-    again = child_settings(RouterSettings, at_its_address(command, ready))
+    again = child_settings(RouterSettings, successor(command, ready))
     assert (again.port, again.grpc_port) == drawn
+
+
+@pytest.mark.parametrize("num_blocks", [(), ("--num-blocks", "0"), ("--num-blocks", "40")])
+def test_a_node_starts_again_with_the_pool_that_it_had(num_blocks: tuple[str, ...]) -> None:
+    [command] = node_commands(settings_of("m", "--prefill-nodes", "0", *num_blocks), {}, cores=2)
+    ready = {"address": "127.0.0.1:41", "num_host_blocks": 40}
+    again = child_settings(NodeSettings, successor(command, ready))
+    assert (again.port, again.num_blocks) == (41, 40)
+
+
+def test_a_node_whose_pool_is_on_a_gpu_sizes_it_again() -> None:
+    [command] = node_commands(settings_of("m", "--prefill-nodes", "0"), {}, cores=2)
+    again = child_settings(NodeSettings, successor(command, {"address": "127.0.0.1:41"}))
+    assert (again.port, again.num_blocks) == (41, 0)

@@ -54,7 +54,8 @@ def test_streams_wait_for_the_only_nodes_to_come_back(
 ) -> None:
     pools = tmp_path / "pools"
     pools.mkdir()
-    arguments = (*SMALL, "--local-prefill-max-tokens", "0", "--max-attempts", "2", "--shared-memory-dir", str(pools))
+    pool = ("--gpu-memory-utilization", "0.02", "--shared-memory-dir", str(pools))  # of RAM that changes all the time
+    arguments = ("--dtype", "float32", *pool, "--local-prefill-max-tokens", "0", "--max-attempts", "2")
     with served(model, *arguments, directory=directory) as cluster:
         router = cluster.router
         pieces: list[str] = []
@@ -80,3 +81,6 @@ def test_streams_wait_for_the_only_nodes_to_come_back(
         tokens = [token for answer in stream for output in answer.outputs for token in output.token_ids]
         assert tokens == oracle.tokens(prompt, 50)
         assert router.metric("kvrelay:request_errors_total") == 1, "of the new request that was refused"
+        for name in ("prefill-0", "decode-0"):
+            sizes = re.findall(rf"{name}: (\d+) blocks", cluster.program.log.read_text())
+            assert len(sizes) >= 2 and len(set(sizes)) == 1, "with the pool that it had"

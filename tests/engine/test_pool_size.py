@@ -27,6 +27,13 @@ def test_the_models_own_limit_is_lowered_to_what_fits() -> None:
     assert size.max_model_len == size.num_blocks * 16 == GIB // LAYOUT.block_bytes * 16
 
 
+def test_nodes_that_start_together_leave_some_memory_free() -> None:
+    """Each of them sees all that is free."""
+    options = EngineOptions("m", nodes_per_device=3)
+    size = size_pool(options, LAYOUT, model_limit=1_048_576, free_bytes=2 * GIB)
+    assert size.num_blocks * LAYOUT.block_bytes == GIB // 2
+
+
 def test_gpu_memory_utilization_is_a_share_of_free_memory_on_a_cpu() -> None:
     size = size_pool(EngineOptions("m", gpu_memory_utilization=0.25), LAYOUT, model_limit=4096, free_bytes=16 * GIB)
     assert size.num_blocks * LAYOUT.block_bytes == 4 * GIB
