@@ -120,6 +120,7 @@ class CudaIpcConnector:
 
     async def _publish(self, state: _Open, blocks: Sequence[NamedBlock]) -> int:
         """Fills the slots of blocks that are not published yet; returns how many."""
+        state.segment.check_present()
         absent = state.segment.slots.absent(blocks)
         headers = await state.pool.describe_all([block for block, _ in absent], state.epoch)
         if self._state is not state:

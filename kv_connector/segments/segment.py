@@ -121,6 +121,11 @@ class Preamble:
         return preamble
 
 
+class SegmentRemovedError(Exception):
+    """Somebody has removed the file of a segment. Not a KVError: no peer will ever map this pool, until its node makes
+    another one."""
+
+
 class OwnedSegment:
     """A segment as its owner has it: created, locked, mapped writable."""
 
@@ -152,6 +157,12 @@ class OwnedSegment:
             self._unlink()
             raise
         self.slots = OwnedSlots(self.mapping, num_blocks, offset=mmap.PAGESIZE)
+
+    def check_present(self) -> None:
+        """Raises SegmentRemovedError if the file has been removed, as systemd-logind does with the files of a user who
+        has logged out (`RemoveIPC`)."""
+        if os.fstat(self._fd).st_nlink == 0:
+            raise SegmentRemovedError(f"{self.path}, from which peers copy KV, was removed")
 
     def close(self) -> None:
         """Unlinks the file and gives up the lock. The pool closes the mapping."""

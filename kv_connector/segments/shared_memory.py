@@ -136,5 +136,6 @@ class SharedMemoryConnector:
 def _publish(state: _Open, blocks: Sequence[NamedBlock]) -> int:
     """Fills the slots of blocks that are not published yet; returns how many. Runs on the worker thread, or on the
     loop when there is little to digest."""
+    state.segment.check_present()
     absent = state.segment.slots.absent(blocks)
     return state.segment.slots.fill(absent, [state.pool.describe(block, state.epoch) for block, _ in absent])

@@ -44,6 +44,11 @@ def test_a_stream_survives_the_decode_node_that_serves_it(
         cluster.program.wait_log(f"{serving} serves again")
         killed = rf"\[serve\] 20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ {serving} was killed by SIGKILL"
         assert re.search(killed, cluster.program.log.read_text()), "with the time, as in the lines beside it"
+        for pool in pools.glob(f"kvrelay-{trace['decode_node']}-*"):
+            pool.unlink()
+        assert cluster.router.text("Long, long ago", 40) == oracle.text("Long, long ago", 40), "whoever serves it"
+        cluster.program.wait_log(f"{trace['decode_node']} serves again")
+        assert "from which peers copy KV, was removed" in cluster.program.log.read_text()
         cluster.kill("router")
         cluster.program.wait_log("router serves again")
         assert cluster.router.text(PROMPT, 20) == oracle.text(PROMPT, 20), "at the same port"

@@ -14,7 +14,7 @@ from kv_connector.device import cuda_handles
 from kv_connector.device.cuda_ipc import CudaIpcConnector
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
-from kv_connector.segments.segment import HANDLE_ROOM, OwnedSegment, PeerSegment
+from kv_connector.segments.segment import HANDLE_ROOM, OwnedSegment, PeerSegment, SegmentRemovedError
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings, UcxSettings
 from kv_connector.ucx.connector import UcxConnector
@@ -107,6 +107,16 @@ async def test_a_block_that_changes_while_it_is_copied_is_missing(pair: Pair) ->
     pair.peer.device.gate.set()
     assert await fetch == (FETCHED, FETCHED, MISSING, FETCHED)
     assert pair.peer.first_stats.refused[Mismatch.DIGEST] == 0
+
+
+async def test_a_pool_whose_handle_somebody_removed_is_lost(tmp_path: Path) -> None:
+    node = direct("cuda_ipc", directory=str(tmp_path))
+    await write_and_publish(node, blocks(1))
+    segment = tmp_path / node.source.endpoint
+    segment.unlink()
+    with pytest.raises(SegmentRemovedError):
+        await node.connector.publish(blocks(1))
+    await node.close()
 
 
 @BOTH_WAYS

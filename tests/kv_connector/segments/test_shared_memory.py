@@ -15,6 +15,7 @@ from kv_connector.header import Mismatch
 from kv_connector.pool import CopyRows, Rows, copy_rows
 from kv_connector.segments import mapped_peers, shared_memory
 from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers
+from kv_connector.segments.segment import SegmentRemovedError
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
 from kvrelay.core.errors import ConfigurationError, KVError
@@ -287,6 +288,18 @@ async def test_the_segment_is_private_and_has_its_space(tmp_path: Path) -> None:
     path = tmp_path / owner.source.endpoint
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.stat().st_blocks * 512 >= len(owner.pool.memory)
+    await owner.connector.close()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 40])  # on the loop; on the worker's thread
+async def test_a_pool_whose_file_somebody_removed_is_lost(tmp_path: Path, num_blocks: int) -> None:
+    """Only a restart of its node helps, so it is no failure that passes."""
+    owner = Node(SharedMemoryConnector(SharedMemorySettings(str(tmp_path))), "owner", 40, LAYOUT, EPOCH)
+    await write_and_publish(owner, blocks(num_blocks))
+    segment = tmp_path / owner.source.endpoint
+    segment.unlink()
+    with pytest.raises(SegmentRemovedError, match=f"{segment}, from which peers copy KV, was removed"):
+        await owner.connector.publish(blocks(num_blocks))
     await owner.connector.close()
 
 
