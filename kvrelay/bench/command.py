@@ -1,6 +1,5 @@
 """`kvrelay bench serve|latency|throughput|sweep`: from settings to a table, and to files where they are asked for."""
 
-import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from kvrelay.core.errors import ConfigurationError, KVRelayError
 from kvrelay.core.extras import require_extra
 from kvrelay.core.interruptible import INTERRUPTED
 from kvrelay.core.lifecycle import raise_open_files_limit
+from kvrelay.core.terminal import printable, replace_what_it_lacks
 
 USAGE = """\
 usage: kvrelay bench COMMAND ...        `kvrelay bench COMMAND --help` explains it, with examples
@@ -62,7 +62,7 @@ def bench(argv: Sequence[str]) -> int:
     try:
         return _run(command, settings)
     except KVRelayError as error:
-        print(f"kvrelay bench: {error}", file=sys.stderr)
+        print(f"kvrelay bench: {printable(str(error))}", file=sys.stderr)
         return 1
 
 
@@ -84,13 +84,12 @@ def _run(command: str, settings: BenchSettings) -> int:
 
 
 def _print(settings: BenchSettings, results: Sequence[RunResult], knee: RunResult | None) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a server's message may hold what no terminal shows
+    replace_what_it_lacks()
     if isinstance(settings, SweepBenchSettings):
-        print(render_sweep(results, knee, settings.slos, settings.attainment))
+        print(printable(render_sweep(results, knee, settings.slos, settings.attainment)))
         return
     for result in results:
-        print(render(result, settings.slos))
+        print(printable(render(result, settings.slos)))
 
 
 def _write_files(

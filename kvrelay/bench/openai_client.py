@@ -20,6 +20,7 @@ from kvrelay.core.errors import UnavailableError, UnknownModelError
 _KEEPALIVE_SECONDS = 2.0
 _CHECK_TIMEOUT_SECONDS = 10.0
 _MAX_ERROR_CHARS = 500
+_MAX_ERROR_BYTES = 64 << 10
 
 
 class OpenAIClient:
@@ -65,7 +66,8 @@ class OpenAIClient:
             async with self._session.get(
                 self._base + "/v1/models", timeout=aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_SECONDS)
             ) as response:
-                status, body = response.status, await response.read()
+                status = response.status
+                body = await (response.read() if status == 200 else _beginning(response.content))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise UnavailableError(_unanswered(self._base, error)) from error
         if status in (401, 403):
@@ -92,7 +94,7 @@ class OpenAIClient:
         try:
             async with self._session.post(self._base + self._path, data=body) as response:
                 if response.status != 200:
-                    message = _error_text(await response.read())
+                    message = _error_text(await _beginning(response.content))
                     answer.failure = Failure(f"http {response.status}", message)
                 else:
                     await self._read(response.content, answer)
@@ -199,6 +201,16 @@ def _chosen(wanted: str, served: list[str], where: str) -> str:
     if wanted and wanted not in served:
         raise UnknownModelError(f"--model: no model {wanted!r} there; {where} has {', '.join(served)}")
     return wanted or served[0]
+
+
+async def _beginning(content: aiohttp.StreamReader) -> bytes:
+    """Returns an error's body, or the beginning of one that is longer than any message needs to be."""
+    body = b""
+    async for data in content.iter_any():
+        body += data
+        if len(body) > _MAX_ERROR_BYTES:
+            break
+    return body
 
 
 def _error_text(body: bytes) -> str:

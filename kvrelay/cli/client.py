@@ -3,7 +3,6 @@
 This module turns gRPC errors into sentences for a person. Nothing is retried.
 """
 
-import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from kvrelay.core.option_types import HostPort, Timeout
 from kvrelay.core.rpc import WITHOUT_PROXY
 from kvrelay.core.rpc_errors import DETAILS_KEY
 from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
+from kvrelay.core.terminal import printable, replace_what_it_lacks
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -119,7 +119,7 @@ def status(argv: Sequence[str]) -> int:
             router_pb2.ListModelsRequest(), timeout=settings.timeout
         )
         for model in models.models:
-            print(f"  {model.id}  up to {model.max_model_len} tokens of prompt and output")
+            print(f"  {printable(model.id)}  up to {model.max_model_len} tokens of prompt and output")
     return failed() or (0 if serving else 1)
 
 
@@ -218,13 +218,12 @@ def _errors_as_text(command: str, settings: ClientSettings) -> Iterator[Callable
     """Prints a gRPC error, or that an input is not text, as a sentence. Yields a function that afterwards returns the
     exit status: 1 when the router could not be reached, did not answer in time, or refused, 2 for such an input."""
     exit_status = 0
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? in its place
+    replace_what_it_lacks()
     try:
         yield lambda: exit_status
     except grpc.RpcError as error:
         exit_status = 1
-        print(f"kvrelay {command}: {_sentence(error, settings)}", file=sys.stderr)
+        print(f"kvrelay {command}: {printable(_sentence(error, settings))}", file=sys.stderr)
     except UnicodeError as error:  # from reading it, or from gRPC's messages, which are UTF-8
         exit_status = 2
         print(f"kvrelay {command}: the input is not UTF-8 text: {error}", file=sys.stderr)

@@ -3,7 +3,7 @@ as it is told."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ async def grpc_router(relay: ScriptedRelay) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def answering(
-    pieces: Sequence[bytes] = (),
+    pieces: Iterable[bytes] = (),
     *,
     status: int = 200,
     models: Sequence[str] = ("m",),

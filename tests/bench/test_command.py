@@ -212,17 +212,17 @@ def test_failures_are_shown_and_are_the_exit_code(capsys: pytest.CaptureFixture[
 
 
 def test_what_a_server_says_costs_no_result(tmp_path: Path) -> None:
-    """Its message need not be text that can be printed: half of an emoji, or what the terminal lacks."""
+    """Its message need not be printable: half of an emoji, what the terminal lacks or what clears it."""
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "kvrelay", "bench", "latency", "--warmup", "0", *LOAD, "--json-file", str(result)]
-    refusal = answering((b'{"error":{"message":"\\ud83d \\u4f60"}}',), status=400)
+    refusal = answering((b'{"error":{"message":"\\ud83d \\u4f60 \\u001b[2J"}}',), status=400)
     with in_a_thread(refusal) as url:
         environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
         ended = subprocess.run([*command, "--url", url], env=environment, capture_output=True)
     assert (ended.returncode, ended.stderr) == (1, b"")
-    assert b"failed: 2 x http 400, the first: ? ?" in ended.stdout
+    assert b"failed: 2 x http 400, the first: ? ? ?[2J" in ended.stdout
     [run] = json.loads(result.read_text())["runs"]
-    assert run["summary"]["failures"][0]["first_message"] == "\ud83d \u4f60"
+    assert run["summary"]["failures"][0]["first_message"] == "\ud83d \u4f60 \x1b[2J"
 
 
 def test_the_file_is_written_whether_or_not_the_table_can_be(url: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Whole runs against real servers over HTTP and gRPC: every request is recorded, and every failure is reported."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.bench.base import Failure
 from kvrelay.bench.measure import measure
 from kvrelay.bench.report import render
 from kvrelay.bench.settings import (
@@ -267,6 +269,13 @@ async def test_every_failure_has_its_kind_and_message(
     assert record.failure is not None
     assert record.failure.kind == kind
     assert message in record.failure.message
+
+
+async def test_an_error_without_end_is_read_no_further_than_a_message() -> None:
+    async with answering(itertools.repeat(b"x" * 1024), status=502) as url:
+        settings: BenchSettings = LatencyBenchSettings(url=url, requests=1, warmup=0, **SMALL)
+        _, [result] = await measure(settings)
+    assert result.records[0].failure == Failure("http 502", "x" * 500)
 
 
 def delta(content: dict[str, str], reason: str | None = None) -> bytes:

@@ -267,3 +267,11 @@ def test_status_gives_up_a_router_that_does_not_answer(capsys: pytest.CaptureFix
         assert client.status(["--url", url, "--timeout", "0.2"]) == 1
     assert f"kvrelay status: {url} has not answered within 0.2 seconds" in capsys.readouterr().err
     assert client.StatusSettings().timeout == 5.0
+
+
+def test_what_a_router_says_does_nothing_to_the_terminal(
+    running: RunningRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.router.refusal = UnavailableError("not \x1b[2J now")
+    assert client.complete(["a", "--url", running.url]) == 1
+    assert capsys.readouterr().err == "kvrelay complete: not ?[2J now\n"
