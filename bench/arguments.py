@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from kvrelay.core.config_fields import ENV_PREFIX
+from kvrelay.core.config.fields import ENV_PREFIX
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -31,11 +31,11 @@ from kv_connector.registry import create_connector, create_direct, direct_name
 from kv_connector.settings import ConnectorSettings, RedisSettings, UcxSettings
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.environment import prepare_ucx_environment
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVRelayError, UnavailableError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 

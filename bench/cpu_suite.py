@@ -35,7 +35,7 @@ from bench.figures import Figure, read_figures
 from bench.peers.processes import descendants
 from bench.python_speed import loop_nanoseconds
 from kvrelay.bench.result import environment
-from kvrelay.core.cgroup import available_cores
+from kvrelay.core.process.cgroup import available_cores
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_SECONDS = 2 * 3600.0  # that one command may take

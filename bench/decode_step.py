@@ -27,8 +27,8 @@ from bench.even_batch import even_batch
 from bench.figures import Figure, add_json_file, write_figures
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
 from bench.timing import torch_computes, wall_seconds
-from kvrelay.core.option_types import Quantization
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.config.option_types import Quantization
+from kvrelay.core.process.weight_store import WeightStore
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 

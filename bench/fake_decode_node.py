@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 
 from bench.arguments import script_parser
-from kvrelay.core.lifecycle import on_stdin_closed
 from kvrelay.core.node_report import PROTOCOL
-from kvrelay.core.rpc import serve_insecure, server_options
+from kvrelay.core.process.lifecycle import on_stdin_closed
+from kvrelay.core.rpc.connections import serve_insecure, server_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc, node_pb2, node_pb2_grpc
 
 BLOCK_SIZE = 16

@@ -35,8 +35,8 @@ from bench.arguments import positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
+from kvrelay.core.config.option_types import Quantization
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM

@@ -33,7 +33,7 @@ from bench.python_speed import python_speed
 from bench.whole_run import whole_run
 from kvrelay.bench.settings import LatencyBenchSettings, ThroughputBenchSettings
 from kvrelay.core.errors import KVRelayError, UnavailableError
-from kvrelay.core.rpc import channel_options
+from kvrelay.core.rpc.connections import channel_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 
 MODEL = "m"

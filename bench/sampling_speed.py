@@ -18,7 +18,7 @@ from paged_kernels.cpu.threads import use_threads
 from bench.arguments import positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.timing import torch_computes, wall_seconds
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.logprobs import token_logprobs, token_logprobs_in_torch
 from kvrelay.engine.sampling.random_bits import Draw
 from kvrelay.engine.sampling.random_choice import choose, choose_in_torch

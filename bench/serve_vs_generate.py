@@ -26,9 +26,9 @@ from bench.whole_run import whole_run
 from kvrelay.bench.settings import ThroughputBenchSettings
 from kvrelay.bench.summary import Summary
 from kvrelay.cli.local_cluster import local_cluster
-from kvrelay.core.cgroup import available_cores
-from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.process.cgroup import available_cores
 
 QUICK = {"shape": "tiny", "requests": 4, "longest_prompt": 160, "output_tokens": 8, "generate_requests": 1}
 

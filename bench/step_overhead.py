@@ -20,7 +20,7 @@ from bench.arguments import positive, script_parser
 from bench.figures import Figure, add_json_file, write_figures
 from bench.python_speed import python_speed
 from kvrelay.core.errors import ConfigurationError, KVRelayError
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv_pool import allocate_pool

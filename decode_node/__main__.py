@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvrelay.core.interruptible import exit_with
+from kvrelay.core.process.interruptible import exit_with
 from kvrelay.node.command import run_node
 
 if TYPE_CHECKING:

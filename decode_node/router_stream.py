@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, status_of
+from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.node_report import FetchReport
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.wire import fetch_report_to_wire, fill_output, prompt_logprobs_to_wire
+from kvrelay.core.rpc.wire import fetch_report_to_wire, fill_output, prompt_logprobs_to_wire
 from kvrelay.engine.request import PromptOutput
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb

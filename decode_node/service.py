@@ -31,11 +31,11 @@ import grpc
 
 from decode_node.router_stream import RouterStream
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError
-from kvrelay.core.kv_source import HeldBlocks
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.rpc_calls import Context
-from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_from_wire, source_from_wire
+from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.wire import fetch_report_to_wire, held_from_wire, output_from_wire, source_from_wire
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node

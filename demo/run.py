@@ -17,9 +17,9 @@ import grpc
 from pydantic import Field
 
 from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
-from kvrelay.core.config import ProcessSettings, load_settings
+from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError, UnavailableError
-from kvrelay.core.rpc import WITHOUT_PROXY
+from kvrelay.core.rpc.connections import WITHOUT_PROXY
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 BLOCK_SIZE = 16

@@ -11,11 +11,11 @@ from enum import Enum
 from typing import Protocol
 
 from kv_connector.stats import ConnectorStats
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 
 
 @dataclass(frozen=True, slots=True)

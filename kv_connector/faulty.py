@@ -17,11 +17,11 @@ from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector, PoolBu
 from kv_connector.header import Mismatch, payload_digest
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.stats import ConnectorStats
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 
 _STALL_SECONDS = 5.0  # of a publish, which has no deadline of its own
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_connector.header import BlockHeader, Mismatch, encoded_before_digest, layout_digest
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from enum import Enum
 
 import xxhash
 
-from kvrelay.core.block_hash import HASH_BYTES, BlockHash
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.kv.layout import KVLayout
 
 HEADER_VERSION = 1
 HASH_OFFSET = 8

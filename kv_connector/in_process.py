@@ -12,12 +12,12 @@ from kv_connector.pool import CopyPayload, LocalPool, copy_payload, slices
 from kv_connector.shared_pool import SharedPool
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 
 _SLICE_BYTES = 1 << 20  # copied on the loop, which runs others after each

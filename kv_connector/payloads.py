@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
 
 
 class Payloads(Protocol):

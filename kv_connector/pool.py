@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from kv_connector.base import PoolBuffer
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader, payload_digest
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.named_block import NamedBlock
-from kvrelay.core.private_memory import map_private_memory
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.process.private_memory import map_private_memory
 
 Rows = NDArray[np.uint8]
 T = TypeVar("T")

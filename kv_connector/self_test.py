@@ -15,11 +15,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from kv_connector.base import AccessDeniedError, FetchOutcome, HostConnector, KVConnector, PoolBuffer
-from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 
 # 128 KiB a block.
 SCRATCH_LAYOUT = KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16")

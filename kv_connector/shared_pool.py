@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from kv_connector.header import BlockHeader
 from kv_connector.payloads import Payloads
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
 
 PoolT = TypeVar("PoolT", bound=Payloads)
 

@@ -20,14 +20,14 @@ from kv_connector.cost_gate import CostGate, RecomputeSeconds
 from kv_connector.device.base import DeviceConnector
 from kv_connector.device.pool import DevicePool
 from kv_connector.stats import ConnectorStats
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.connectors import needs_same_host
-from kvrelay.core.endpoints import Endpoints, parse_endpoints, this_host
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.connectors import needs_same_host
+from kvrelay.core.kv.endpoints import Endpoints, parse_endpoints, this_host
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 
 _SHARE = 0.5  # of the time left, for a tier that is not the last one

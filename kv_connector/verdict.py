@@ -6,7 +6,7 @@ from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.header import Mismatch
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 
 Verdict = FetchOutcome | Mismatch

@@ -8,12 +8,12 @@ Ctrl-C would find nobody to catch it.
 import importlib
 from typing import TYPE_CHECKING
 
-from kvrelay.core.extras import ENGINE_MODULES
+from kvrelay.core.process.extras import ENGINE_MODULES
 
 if TYPE_CHECKING:
     from kvrelay.core.errors import ConfigurationError, InvalidRequestError, KVRelayError, ModelLoadError
-    from kvrelay.core.outputs import TokenLogprobs
-    from kvrelay.core.sampling_params import SamplingParams
+    from kvrelay.core.generation.outputs import TokenLogprobs
+    from kvrelay.core.generation.sampling_params import SamplingParams
     from kvrelay.offline.llm import LLM
     from kvrelay.offline.request_output import BatchError, CompletionOutput, RequestOutput
 
@@ -41,8 +41,8 @@ _MODULES = {
     "KVRelayError": "kvrelay.core.errors",
     "ModelLoadError": "kvrelay.core.errors",
     "RequestOutput": "kvrelay.offline.request_output",
-    "SamplingParams": "kvrelay.core.sampling_params",
-    "TokenLogprobs": "kvrelay.core.outputs",
+    "SamplingParams": "kvrelay.core.generation.sampling_params",
+    "TokenLogprobs": "kvrelay.core.generation.outputs",
 }
 
 

@@ -24,11 +24,11 @@ import grpc
 
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.kv_source import HeldBlocks
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.rpc_calls import Context
-from kvrelay.core.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
+from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvrelay.core.interruptible import exit_with, interruptible_imports
+from kvrelay.core.process.interruptible import exit_with, interruptible_imports
 
 
 def run() -> int:

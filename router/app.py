@@ -18,17 +18,23 @@ from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.config import load_settings
+from kvrelay.core.config.settings import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
-from kvrelay.core.health_service import HealthService
-from kvrelay.core.lifecycle import StopSignals, announce_ready, raise_open_files_limit
-from kvrelay.core.listening import address_of, bound_socket, check_port
-from kvrelay.core.logs import configure_logging
-from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.rpc import WHOLE_SERVER, add_health_and_reflection, serve_insecure, server_options, set_serving
-from kvrelay.core.rpc_calls import CallInterceptor
+from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.model.vocabulary import vocabulary_digest
+from kvrelay.core.process.lifecycle import StopSignals, announce_ready, raise_open_files_limit
+from kvrelay.core.process.listening import address_of, bound_socket, check_port
+from kvrelay.core.process.logs import configure_logging
+from kvrelay.core.rpc.calls import CallInterceptor
+from kvrelay.core.rpc.connections import (
+    WHOLE_SERVER,
+    add_health_and_reflection,
+    serve_insecure,
+    server_options,
+    set_serving,
+)
+from kvrelay.core.rpc.health_service import HealthService
 from kvrelay.core.tasks import end_tasks, first_of
-from kvrelay.core.vocabulary import vocabulary_digest
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.edge import Edge

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import KVNamespace
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.core.config import ProcessSettings
-from kvrelay.core.logs import LogLevel
-from kvrelay.core.option_types import HostPort, Timeout
+from kvrelay.core.config.option_types import HostPort, Timeout
+from kvrelay.core.config.settings import ProcessSettings
+from kvrelay.core.process.logs import LogLevel
 
 
 def _is_origin(origin: str) -> str:

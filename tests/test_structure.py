@@ -53,7 +53,7 @@ TORCH_FREE = {
 }
 USES_TORCH = "kv_connector.device.cuda_memory"  # which a node imports only if its pool is on a GPU
 # The first takes settings from it, the second hands it on to child processes, the third sets what UCX reads there.
-ENVIRONMENT_USERS = {"kvrelay.core.config", "kvrelay.cli.serve", "kv_connector.ucx.environment"}
+ENVIRONMENT_USERS = {"kvrelay.core.config.settings", "kvrelay.cli.serve", "kv_connector.ucx.environment"}
 ENGINES = (["kvrelay", "engine"], ["paged_kernels"])  # what makes one, or says why it cannot
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -136,7 +136,7 @@ def test_settings_come_from_the_environment_in_one_place(module: Module) -> None
         return
     for node in ast.walk(module.tree()):
         assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")), (
-            f"{module.name}:{node.lineno} uses the environment; settings come from kvrelay.core.config"
+            f"{module.name}:{node.lineno} uses the environment; settings come from kvrelay.core.config.settings"
         )
 
 

@@ -24,8 +24,8 @@ from kvrelay.bench.base import Answer, Generation
 from kvrelay.bench.grpc_client import GrpcClient
 from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.option_types import DeviceName
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.config.option_types import DeviceName
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.offline.llm import LLM
 from kvrelay.offline.prompts import Prompt
 

@@ -24,9 +24,9 @@ from bench.gpu.report import Result
 from bench.gpu.task import Task, attempt
 from bench.gpu.transformers_peer import generate_with_transformers
 from bench.timing import wall_seconds
-from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits

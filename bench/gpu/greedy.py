@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from bench.gpu.case import TOLERANCE, deviation
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
 
 
 def greedy_error(found: Sequence[TokenLogprobs], dtype: torch.dtype) -> float:

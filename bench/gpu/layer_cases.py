@@ -20,7 +20,7 @@ from bench.gpu.case import TOLERANCE, Case, case_task
 from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.task import Task
 from kv_connector.header import payload_digest
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import sampling_arrays
 from kvrelay.engine.layers.prequantized_linear import TritonProduct

@@ -15,7 +15,7 @@ import torch
 from bench.gpu.report import Result
 from bench.gpu.task import Task
 from bench.random_model import PrequantizedMethod, write_random_model
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.offline.llm import LLM
 from kvrelay.offline.request_output import RequestOutput
 

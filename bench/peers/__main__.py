@@ -31,8 +31,8 @@ from bench.peers.workloads import WORKLOADS, vocabulary_settings
 from bench.random_model import SHAPES, kept_model
 from bench.topology import Topology
 from kvrelay.bench.result import environment
-from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.config_fields import flag_of
+from kvrelay.core.config.fields import flag_of
+from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError
 
 SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {

@@ -21,11 +21,11 @@ from kv_connector.segments.segment import OwnedSegment, PeerSegment, segment_dir
 from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 
 

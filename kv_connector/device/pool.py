@@ -12,8 +12,8 @@ from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader
 from kv_connector.worker import Worker
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
 
 _logger = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from kv_connector.device.pool import DevicePool
 from kv_connector.registry import create_direct
 from kv_connector.self_test import SCRATCH_BLOCKS, SCRATCH_LAYOUT, SelfTestReport, compare_blocks, fetch_scratch
 from kv_connector.settings import ConnectorSettings
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 
 MakeMemory = Callable[[KVLayout, int], DirectMemory]
 """Makes zeroed scratch memory on the device, for so many blocks."""

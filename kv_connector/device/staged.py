@@ -19,12 +19,12 @@ from kv_connector.device.memory import BlockCopy, DeviceMemory
 from kv_connector.device.staging import ArrivalSlots, StagedBlock, StagedCopies
 from kv_connector.stats import ConnectorStats
 from kv_connector.worker import Worker
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 
 _PART_BYTES = 32 << 20  # copied at a time

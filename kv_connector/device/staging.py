@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_connector.device.memory import BlockCopy
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kv_connector.segments.segment import PeerSegment, sweep
 from kv_connector.verdict import Verdict
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 

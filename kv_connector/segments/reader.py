@@ -24,8 +24,8 @@ from kv_connector.verdict import Verdict, Verdicts
 from kv_connector.worker import RunsFunctions
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 

@@ -32,8 +32,8 @@ from kv_connector.pool import Rows
 from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots
 from kv_connector.settings import SharedMemorySettings
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.source import KVSource
 
 SEGMENT_VERSION = 1
 HANDLE_ROOM = 4096

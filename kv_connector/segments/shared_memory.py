@@ -19,12 +19,12 @@ from kv_connector.settings import SharedMemorySettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict
 from kv_connector.worker import Worker
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 
 _SLICE_BYTES = 16 << 20  # a few milliseconds of copying

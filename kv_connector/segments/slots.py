@@ -25,8 +25,8 @@ from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import DIGEST_OFFSET, HASH_OFFSET, HEADER_BYTES, BlockHeader, Mismatch
 from kv_connector.verdict import Verdict
-from kvrelay.core.block_hash import HASH_BYTES, BlockHash
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
 
 SLOT_BYTES = 128
 NO_SLOT = -1

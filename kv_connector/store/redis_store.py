@@ -23,13 +23,13 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
 from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, answer_of, described
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.breaker import Attempt
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
 
 _logger = logging.getLogger(__name__)

@@ -23,14 +23,14 @@ from kv_connector.ucx.holder import Holder
 from kv_connector.ucx.reader import LANES, Peer
 from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
+from kvrelay.core.kv.source_breakers import SourceBreakers
 from kvrelay.core.outages import Outages
-from kvrelay.core.source_breakers import SourceBreakers
 from kvrelay.core.tasks import uninterrupted
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104

@@ -35,7 +35,7 @@ from kv_connector.ucx.protocol import (
     encode_welcome,
 )
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 

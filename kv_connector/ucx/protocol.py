@@ -21,8 +21,8 @@ from enum import IntEnum
 
 from kv_connector.geometry import Geometry
 from kv_connector.header import HEADER_BYTES
-from kvrelay.core.block_hash import HASH_BYTES, BlockHash
 from kvrelay.core.errors import KVError
+from kvrelay.core.kv.block_hash import HASH_BYTES, BlockHash
 
 UCX_PROTOCOL_VERSION = 1
 NONCE_BYTES = 32

@@ -41,8 +41,8 @@ from kv_connector.ucx.protocol import (
 )
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kv_connector.verdict import Verdict
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.tasks import uninterrupted
 
 LANES = 2  # one Ask is verified while the next one travels

@@ -3,7 +3,7 @@ the one that was asked for."""
 
 from collections.abc import Collection, Mapping
 
-from kvrelay.core.config_fields import flag_of
+from kvrelay.core.config.fields import flag_of
 from kvrelay.core.errors import ConfigurationError
 
 _COUNTED = frozenset({"requests", "input_len", "output_len", "request_rate", "burstiness", "concurrency"})

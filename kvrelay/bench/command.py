@@ -19,12 +19,12 @@ from kvrelay.bench.settings import (
     SweepBenchSettings,
     ThroughputBenchSettings,
 )
-from kvrelay.core.config import load_settings
+from kvrelay.core.config.settings import load_settings
 from kvrelay.core.errors import ConfigurationError, KVRelayError
-from kvrelay.core.extras import require_extra
-from kvrelay.core.interruptible import INTERRUPTED
-from kvrelay.core.lifecycle import raise_open_files_limit
-from kvrelay.core.terminal import printable, replace_what_it_lacks
+from kvrelay.core.process.extras import require_extra
+from kvrelay.core.process.interruptible import INTERRUPTED
+from kvrelay.core.process.lifecycle import raise_open_files_limit
+from kvrelay.core.process.terminal import printable, replace_what_it_lacks
 
 USAGE = """\
 usage: kvrelay bench COMMAND ...        `kvrelay bench COMMAND --help` explains it, with examples

@@ -9,8 +9,8 @@ import grpc
 from kvrelay.bench.base import Answer, Failure, Generation, Prompt, Send, messages_of
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import UnavailableError, UnknownModelError
-from kvrelay.core.rpc import channel_options
-from kvrelay.core.rpc_errors import DETAILS_KEY
+from kvrelay.core.rpc.connections import channel_options
+from kvrelay.core.rpc.errors import DETAILS_KEY
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 _CHECK_TIMEOUT_SECONDS = 10.0

@@ -13,7 +13,7 @@ from kvrelay.bench.result import RunResult
 from kvrelay.bench.run import Runner
 from kvrelay.bench.settings import GRPC_SCHEME, BenchSettings
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.extras import require_extra
+from kvrelay.core.process.extras import require_extra
 
 
 async def measure(settings: BenchSettings) -> tuple[str, list[RunResult]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvrelay.bench.base import Answer, Prompt, PromptFormat, Segment
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.model_directory import resolve_model_directory
+from kvrelay.core.model.directory import resolve_model_directory
 
 # Without a tokenizer nobody knows which ids are special; they usually lie among the first ones.
 _AVOIDED_IDS = 300

@@ -12,10 +12,10 @@ from kvrelay.bench.applicable import check_applicable
 from kvrelay.bench.base import PromptFormat
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.workloads import Lengths
-from kvrelay.core.config import ProcessSettings
-from kvrelay.core.config_fields import Placeholder
+from kvrelay.core.config.fields import Placeholder
+from kvrelay.core.config.option_types import Timeout
+from kvrelay.core.config.settings import ProcessSettings
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.option_types import Timeout
 
 GRPC_SCHEME = "grpc://"
 

@@ -13,13 +13,13 @@ from grpc_health.v1 import health_pb2
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.config_fields import Verbatim
-from kvrelay.core.option_types import HostPort, Timeout
-from kvrelay.core.rpc import WITHOUT_PROXY
-from kvrelay.core.rpc_errors import DETAILS_KEY
-from kvrelay.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
-from kvrelay.core.terminal import printable, replace_what_it_lacks
+from kvrelay.core.config.fields import Verbatim
+from kvrelay.core.config.option_types import HostPort, Timeout
+from kvrelay.core.config.settings import ProcessSettings, load_settings
+from kvrelay.core.generation.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
+from kvrelay.core.process.terminal import printable, replace_what_it_lacks
+from kvrelay.core.rpc.connections import WITHOUT_PROXY
+from kvrelay.core.rpc.errors import DETAILS_KEY
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name

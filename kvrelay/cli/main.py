@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from kvrelay import __version__
-from kvrelay.core.interruptible import exit_with, interruptible_imports
+from kvrelay.core.process.interruptible import exit_with, interruptible_imports
 
 Command = Callable[[Sequence[str]], int]
 

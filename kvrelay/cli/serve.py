@@ -3,7 +3,7 @@
 The nodes start first, each on a free port, then the router with their addresses; a process that ends by itself is
 started again at its address. The cores are divided, because two processes with more threads than there are cores are
 many times slower than with one thread each. A node lends the cores that it does not use
-(`kvrelay/core/core_table.py`).
+(`kvrelay/core/process/core_table.py`).
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from pydantic_settings import CliPositionalArg
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor, write_line
 from kvrelay.cli.thread_environment import thread_environment
-from kvrelay.core.cgroup import available_cores
-from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.config_fields import ENV_PREFIX, flag_of, variable_of
-from kvrelay.core.connectors import parse_connectors
-from kvrelay.core.core_table import CoreTable
+from kvrelay.core.config.fields import ENV_PREFIX, flag_of, variable_of
+from kvrelay.core.config.option_types import MOST_THREADS
+from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.core.lifecycle import on_stdin_closed, say_ready
-from kvrelay.core.listening import check_port
-from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.option_types import MOST_THREADS
-from kvrelay.core.tokenizer_files import refuse_without_tokenizer
+from kvrelay.core.kv.connectors import parse_connectors
+from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.model.tokenizer_files import refuse_without_tokenizer
+from kvrelay.core.process.cgroup import available_cores
+from kvrelay.core.process.core_table import CoreTable
+from kvrelay.core.process.lifecycle import on_stdin_closed, say_ready
+from kvrelay.core.process.listening import check_port
 from kvrelay.engine.loading.config_json import read_config
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
@@ -147,7 +147,7 @@ def _end(cluster: "asyncio.Task[None]", number: int) -> None:
 
 
 async def _run_cluster(settings: ServeSettings) -> None:
-    # Not for settings, which core/config.py has read: children get it explicitly, without our own variables.
+    # Not for settings, which core/config/settings.py has read: children get it explicitly, without our own variables.
     environment = child_environment(os.environ)
     async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
         cores = available_cores()

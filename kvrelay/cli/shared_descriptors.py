@@ -7,8 +7,8 @@ Invariant: without such memory a cluster serves all the same, each node with cor
 import sys
 from collections.abc import Callable
 
-from kvrelay.core.core_table import CoreTable
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.process.core_table import CoreTable
+from kvrelay.core.process.weight_store import WeightStore
 
 
 def create_core_table(num_cores: int, num_nodes: int, threads: int, *, say: Callable[[str], None]) -> int | None:

@@ -1,14 +1,14 @@
 """What a node reports to routers: who it is, how busy it is, what its leases and connectors did, and what it fetched.
 
-Values only; `kvrelay.core.wire` turns them into messages and back.
+Values only; `kvrelay.core.rpc.wire` turns them into messages and back.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.source import KVSource
 
 # Raised by every change after which a router and a node of before and after it would misunderstand each other. It is 0
 # for nodes that did not say it yet.

@@ -4,8 +4,8 @@ Invariant: a block is named once its tokens are known and the step that filled i
 KV is written.
 """
 
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes
 from kvrelay.engine.in_flight import StepsInFlight

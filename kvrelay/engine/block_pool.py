@@ -13,7 +13,7 @@ used block, tails before heads, follows RadixAttention (Zheng et al., 2024), sec
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 
 
 class BlockPool:

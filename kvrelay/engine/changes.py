@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.request import (
     Admission,
     EngineLoad,

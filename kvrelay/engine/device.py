@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.core.config.option_types import DeviceName
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.option_types import DeviceName
 
 _OLDEST = (8, 0)  # the lowest compute capability that the kernels support
 _MODULE = "kvrelay_build_probe"

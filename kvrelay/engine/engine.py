@@ -12,10 +12,10 @@ flight, or by a transfer that the node was told about. `check_idle` checks this 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes

@@ -9,8 +9,8 @@ import logging
 import torch
 from paged_kernels.kv_scales import FP8, KVScales
 
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.option_types import KVCacheDType
+from kvrelay.core.config.option_types import KVCacheDType
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales
 from kvrelay.engine.loading.loader import LoadedModel, dtype_name
 from kvrelay.engine.loading.stored_kv_scales import stored_kv_scales

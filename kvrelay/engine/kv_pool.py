@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.private_memory import map_private_memory
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.process.private_memory import map_private_memory
 from kvrelay.engine.out_of_memory import out_of_memory_as_configuration_error
 
 _CPU = torch.device("cpu")

@@ -8,8 +8,7 @@ from typing import Any, Self, get_type_hints
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.option_types import (
+from kvrelay.core.config.option_types import (
     AttentionBackendName,
     BlockSize,
     Count,
@@ -23,6 +22,7 @@ from kvrelay.core.option_types import (
     SchedulingPolicy,
     Threads,
 )
+from kvrelay.core.errors import ConfigurationError
 
 _SMALLEST_STEP = 16
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.record import record
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 

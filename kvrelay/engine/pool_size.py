@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.options import EngineOptions
 
 _logger = logging.getLogger(__name__)

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.model_limits import room_for_output
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.model.limits import room_for_output
 from kvrelay.core.node_report import NodeLoad
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.core.record import record
-from kvrelay.core.sampling_params import SamplingParams
 
 
 class KVRole(Enum):

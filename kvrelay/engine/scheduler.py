@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from kvrelay.core.option_types import SchedulingPolicy
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.config.option_types import SchedulingPolicy
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.block_shortage import BlockShortage, find_shortage
 from kvrelay.engine.in_flight import StepsInFlight

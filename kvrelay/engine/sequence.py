@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Set
 from enum import Enum
 
-from kvrelay.core.block_hash import BlockHash, block_hashes, next_block_hash
-from kvrelay.core.named_block import NamedBlock
-from kvrelay.core.outputs import FinishReason
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.block_hash import BlockHash, block_hashes, next_block_hash
+from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.sampling.fixed_edits import FixedEdits, fixed_edits
 from kvrelay.engine.sampling.penalties import seen_tokens

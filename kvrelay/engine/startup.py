@@ -17,13 +17,13 @@ from paged_kernels.kv_scales import KVScales
 from paged_kernels.registry import BackendUnavailableError, select_backend
 from torch import Tensor
 
-from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.cgroup import available_cores, free_memory
-from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.process.cgroup import available_cores, free_memory
+from kvrelay.core.process.core_table import CoreShare
+from kvrelay.core.process.weight_store import WeightStore
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.cpu.step_threads import StepThreads

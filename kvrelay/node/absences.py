@@ -6,8 +6,8 @@ Invariant: an absence is remembered for a moment only, and does not count when t
 
 from collections.abc import Callable, Iterable
 
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.source import KVSource
 
 _REMEMBERED_SECONDS = 2.0  # longer than an eviction takes to reach the router's index
 _CAPACITY = 8192  # blocks, of all holders together

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvrelay.core.extras import ENGINE_MODULES, require_extra
-from kvrelay.core.interruptible import interruptible_imports
+from kvrelay.core.process.extras import ENGINE_MODULES, require_extra
+from kvrelay.core.process.interruptible import interruptible_imports
 
 if TYPE_CHECKING:
     from kvrelay.node.node import Node
@@ -19,7 +19,7 @@ def run_node(role: str, import_service: "Callable[[], Callable[[Node], Service]]
     """Runs a node as the arguments say until it is told to stop; returns the exit status. `import_service` imports the
     class of its service, which brings the engine with it, and returns it."""
     with interruptible_imports():
-        from kvrelay.core.config import load_settings
+        from kvrelay.core.config.settings import load_settings
         from kvrelay.node.settings import SETTINGS_OF_ROLE
 
     settings = load_settings(SETTINGS_OF_ROLE[role], sys.argv[1:], prog=f"kvrelay {role}")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kv_connector.registry import BACKENDS
 from kv_connector.self_test import SelfTestReport
-from kvrelay.core.connectors import AUTO, parse_connectors
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv.connectors import AUTO, parse_connectors
 
 CheckConnector = Callable[[str], Awaitable[SelfTestReport]]
 

@@ -5,7 +5,7 @@ from paged_kernels.gpu.digest import BlockDigests
 
 from kv_connector.device.cuda_memory import CudaMemory
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.kv_pool import allocate_pool
 
 

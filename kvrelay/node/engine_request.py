@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.sampling_params import MAX_N
-from kvrelay.core.token_ids import check_token_ids
-from kvrelay.core.wire import sampling_from_wire
+from kvrelay.core.generation.sampling_params import MAX_N
+from kvrelay.core.generation.token_ids import check_token_ids
+from kvrelay.core.rpc.wire import sampling_from_wire
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.v1 import decode_node_pb2, prefill_node_pb2
 

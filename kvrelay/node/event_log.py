@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.engine.request import EngineLoad
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kv_connector.base import FetchOutcome
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import STORE, FetchReport
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones are still fetched

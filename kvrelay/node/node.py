@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_connector.base import KVConnector
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread

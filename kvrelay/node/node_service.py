@@ -7,10 +7,10 @@ from itertools import starmap
 
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, NodeDescription, NodeRole, NodeStats
-from kvrelay.core.rpc_calls import Context
-from kvrelay.core.wire import description_to_wire, load_to_wire, stats_to_wire
+from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.wire import description_to_wire, load_to_wire, stats_to_wire
 from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import node_pb2, node_pb2_grpc

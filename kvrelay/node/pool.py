@@ -17,7 +17,7 @@ from kv_connector.device.self_test import check_device
 from kv_connector.device.staged import StagedConnector, staging_blocks
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.kv_pool import allocate_pool, pool_over
 
 _logger = logging.getLogger(__name__)

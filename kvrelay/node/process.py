@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import uvloop
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.lifecycle import StopSignals, announce_ready
-from kvrelay.core.listening import address_of, check_port
-from kvrelay.core.logs import configure_logging
+from kvrelay.core.process.lifecycle import StopSignals, announce_ready
+from kvrelay.core.process.listening import address_of, check_port
+from kvrelay.core.process.logs import configure_logging
 from kvrelay.core.tasks import first_of
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer, Service

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from kv_connector.base import KVConnector
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.outages import Outages
 from kvrelay.core.tasks import end_tasks
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from kv_connector.base import FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError, KVRelayError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine_thread import EngineThread

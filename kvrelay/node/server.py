@@ -13,7 +13,8 @@ from typing import Protocol
 import grpc
 
 from kvrelay.core.node_report import NodeRole
-from kvrelay.core.rpc import (
+from kvrelay.core.rpc.calls import CallInterceptor
+from kvrelay.core.rpc.connections import (
     KEEPALIVE_TIMEOUT_MS,
     WHOLE_SERVER,
     add_health_and_reflection,
@@ -21,7 +22,6 @@ from kvrelay.core.rpc import (
     server_options,
     set_serving,
 )
-from kvrelay.core.rpc_calls import CallInterceptor
 from kvrelay.core.tasks import end_tasks
 from kvrelay.node.node import Node
 from kvrelay.node.node_service import NodeService

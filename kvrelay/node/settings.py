@@ -6,10 +6,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.core.config import ProcessSettings
-from kvrelay.core.connectors import AUTO, ConnectorSetting
-from kvrelay.core.logs import LogLevel
-from kvrelay.core.option_types import (
+from kvrelay.core.config.option_types import (
     AttentionBackendName,
     BlockSize,
     Count,
@@ -23,6 +20,9 @@ from kvrelay.core.option_types import (
     SchedulingPolicy,
     Threads,
 )
+from kvrelay.core.config.settings import ProcessSettings
+from kvrelay.core.kv.connectors import AUTO, ConnectorSetting
+from kvrelay.core.process.logs import LogLevel
 
 
 class NodeOptions(ProcessSettings):

@@ -17,9 +17,9 @@ from kv_connector.registry import create_connector, create_direct, is_installed
 from kv_connector.self_test import SelfTestReport, check_connector
 from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
 from kv_connector.tiered import TieredConnector
-from kvrelay.core.core_table import CoreShare, CoreTable
-from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.vocabulary import vocabulary_digest
+from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.model.vocabulary import vocabulary_digest
+from kvrelay.core.process.core_table import CoreShare, CoreTable
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, default_threads, planned_device, prepare_engine

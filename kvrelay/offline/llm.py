@@ -11,18 +11,18 @@ from os import PathLike, fspath
 
 from tqdm import tqdm
 
-from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.model_limits import checked_sampling, room_for_output
-from kvrelay.core.option_types import (
+from kvrelay.core.config.option_types import (
     AttentionBackendName,
     DeviceName,
     DTypeName,
     KVCacheDType,
     Quantization,
 )
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.token_ids import check_token_ids
+from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.generation.token_ids import check_token_ids
+from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.model.limits import checked_sampling, room_for_output
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.engine.options import EngineOptions

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.outputs import TokenLogprobs, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import TokenLogprobs, TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.choice import Choice
 from kvrelay.text.tokenizer import Tokenizer
 

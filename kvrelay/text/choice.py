@@ -5,9 +5,9 @@ Invariant: the chunk with a finish reason is the last one. Tokens after a stop s
 
 from collections.abc import Sequence
 
-from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.record import record
-from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
 

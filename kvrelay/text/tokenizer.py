@@ -18,9 +18,9 @@ import jinja2
 import tokenizers
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
-from kvrelay.core.json_object import read_json_object
-from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.tokenizer_files import refuse_without_tokenizer
+from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.model.json_object import read_json_object
+from kvrelay.core.model.tokenizer_files import refuse_without_tokenizer
 
 # Tokenising more characters, or rendering more messages, would keep an event loop waiting for too long.
 LONG_TEXT_CHARS = 8 * 1024

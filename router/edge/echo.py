@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Sequence
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.turns import in_turns
 from kvrelay.text.text_stream import ByteStream
 from kvrelay.text.tokenizer import Tokenizer

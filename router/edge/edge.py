@@ -13,9 +13,9 @@ import grpc
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, status_of
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.token_ids import check_token_ids
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.token_ids import check_token_ids
 from kvrelay.text.choice import Choice, TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.admission import Admission, Admissions

@@ -1,7 +1,7 @@
 """The gRPC service `kvrelay.v1.Router`, over the same admission and generation as HTTP.
 
 Invariant: the rest of the edge knows no protobuf. Errors are raised as KVRelayErrors, which
-`kvrelay.core.rpc_calls.CallInterceptor` turns into statuses.
+`kvrelay.core.rpc.calls.CallInterceptor` turns into statuses.
 """
 
 import secrets
@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.rpc import MAX_MESSAGE_BYTES
-from kvrelay.core.rpc_calls import Context
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.connections import MAX_MESSAGE_BYTES
+from kvrelay.core.rpc.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.core.turns import in_turns
-from kvrelay.core.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.edge import Edge

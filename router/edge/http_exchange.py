@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
+from kvrelay.core.rpc.write_deadline import WRITE_SECONDS, WriteDeadline
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.write_deadline import WRITE_SECONDS, WriteDeadline
 from router.edge.body_budget import BodyShare
 from router.edge.http_protocol import ABORT
 

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.outputs import FinishReason
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.text.choice import TextChunk
 from router.edge.echo import encoded_logprobs
 from router.edge.edge import Edge, GenerationEvent

@@ -7,7 +7,7 @@ from the start, so that a rate sees the first event that it counts.
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrelay.core.errors import REPORTED_CODES, status_of
-from kvrelay.core.outputs import FinishReason
+from kvrelay.core.generation.outputs import FinishReason
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)

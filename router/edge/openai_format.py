@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.turns import ITEMS_AT_A_TIME, in_turns
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.model_limits import room_for_output
-from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.core.model.limits import room_for_output
 from kvrelay.text.message_content import text_of
 from router.edge.unsupported_fields import UNSUPPORTED_FIELDS
 from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, Role, TextPrompt

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.turns import in_turns
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import finite

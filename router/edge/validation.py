@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
-from kvrelay.core.model_limits import checked_sampling, room_for_output, too_long
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.token_ids import check_token_ids
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.generation.token_ids import check_token_ids
+from kvrelay.core.model.limits import checked_sampling, room_for_output, too_long
 from kvrelay.text.tokenizer import ChatMessage, Tokenizer
 from router.request import Relay, RoutedRequest, ServedModel
 

@@ -4,9 +4,9 @@ Values only: who has to fit whom is decided in `fit` and `election`. A router co
 what a request carries, and verify every block that they fetch.
 """
 
-from kvrelay.core.connectors import needs_same_host
-from kvrelay.core.endpoints import parse_endpoints
 from kvrelay.core.errors import KVError
+from kvrelay.core.kv.connectors import needs_same_host
+from kvrelay.core.kv.endpoints import parse_endpoints
 from kvrelay.core.node_report import PROTOCOL, NodeDescription, NodeRole
 
 

@@ -9,7 +9,7 @@ were looked up or stored longest ago are forgotten first.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 
 _SWEPT_PER_CALL = 512  # names: well below a millisecond
 

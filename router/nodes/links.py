@@ -9,9 +9,9 @@ from random import Random
 
 from kvrelay.core.breaker import Attempt
 from kvrelay.core.clock import Clock
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
+from kvrelay.core.kv.source_breakers import SourceBreakers
 from kvrelay.core.node_report import STORE, FetchReport
-from kvrelay.core.source_breakers import SourceBreakers
 
 
 class Links:

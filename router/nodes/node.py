@@ -10,7 +10,7 @@ from enum import Enum
 import grpc
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
 from router.nodes.links import Links

@@ -22,15 +22,15 @@ from typing import cast
 import grpc
 
 from kvrelay.core.backoff import Backoff
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
-from kvrelay.core.rpc import RECONNECT_SECONDS, channel_options, understood
-from kvrelay.core.rpc_errors import error_from_rpc
+from kvrelay.core.rpc.connections import RECONNECT_SECONDS, channel_options, understood
+from kvrelay.core.rpc.errors import error_from_rpc
+from kvrelay.core.rpc.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import description_from_wire, load_from_wire, stats_from_wire
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.nodes.agreement import misfit
 from router.nodes.fit import NodeRefusedError, check_fit

@@ -28,10 +28,10 @@ from enum import Enum
 from typing import Protocol
 
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeRole
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
 from router.nodes.node import NodeHandle
 from router.relay.charge import Charge
 from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady

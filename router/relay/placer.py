@@ -10,9 +10,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 
-from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.kv_source import HeldBlocks, KVSource
+from kvrelay.core.kv.block_hash import BlockHash, block_hashes
+from kvrelay.core.kv.source import HeldBlocks, KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
 from router.nodes.node import NodeHandle, NodeState
 from router.nodes.registry import Registry

@@ -15,20 +15,20 @@ from typing import TypeAlias, cast
 import grpc
 
 from kvrelay.core.errors import DeadlineError, KVRelayError, UnavailableError
-from kvrelay.core.kv_source import HeldBlocks
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import FetchReport
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.rpc import understood
-from kvrelay.core.rpc_errors import error_from_rpc
-from kvrelay.core.tasks import end_tasks
-from kvrelay.core.wire import (
+from kvrelay.core.rpc.connections import understood
+from kvrelay.core.rpc.errors import error_from_rpc
+from kvrelay.core.rpc.wire import (
     fetch_report_from_wire,
     held_to_wire,
     output_from_wire,
     prompt_logprobs_from_wire,
     sampling_to_wire,
 )
+from kvrelay.core.tasks import end_tasks
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from router.request import NodeRequest

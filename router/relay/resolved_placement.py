@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvrelay.core.kv_source import HeldBlocks, KVSource
+from kvrelay.core.kv.source import HeldBlocks, KVSource
 from router.nodes.node import NodeHandle
 from router.relay.decode_client import DecodeClient
 from router.relay.prefill_client import PrefillClient

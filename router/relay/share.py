@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kvrelay.core.backoff import Backoff
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from router.relay.attempt import Attempt, Loss, NodeLostError
 
 

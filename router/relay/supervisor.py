@@ -36,8 +36,8 @@ from typing import Protocol
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, GivenUpError, KVRelayError, UnavailableError
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.turns import ITEMS_AT_A_TIME
 from router.nodes.node import NodeHandle
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError

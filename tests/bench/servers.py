@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from aiohttp import web
 
-from kvrelay.core.rpc import serve_insecure, server_options
-from kvrelay.core.rpc_calls import CallInterceptor
+from kvrelay.core.rpc.calls import CallInterceptor
+from kvrelay.core.rpc.connections import serve_insecure, server_options
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.gateway import create_app
 from router.edge.grpc_service import RouterService

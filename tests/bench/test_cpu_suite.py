@@ -18,7 +18,7 @@ from bench.cpu.targets import MEASUREMENTS, Comparison, Part, Target
 from bench.peers.__main__ import PeersSettings, as_json
 from bench.peers.compare import Findings, Measurement, ratios
 from bench.peers.workloads import WORKLOADS, Figure, figures_of
-from kvrelay.core.config import load_settings
+from kvrelay.core.config.settings import load_settings
 from tests.bench.records import record, run_of
 
 ROOT = Path(__file__).parents[2]

@@ -27,8 +27,8 @@ from bench.gpu.report import Record, Result, read_records, table
 from bench.gpu.task import Task, run_tasks
 from bench.random_model import write_random_model
 from kvrelay.cli.local_cluster import ClusterAddress
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.offline.llm import LLM
 

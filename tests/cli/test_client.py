@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from kvrelay.cli import client
 from kvrelay.core.errors import KVRelayError, UnavailableError, UnknownModelError
-from kvrelay.core.rpc_errors import rich_status
+from kvrelay.core.rpc.errors import rich_status
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 

@@ -11,8 +11,8 @@ from bench.peers.__main__ import PeersSettings
 from kvrelay.bench.command import SETTINGS as BENCH_SETTINGS
 from kvrelay.cli.client import ChatSettings, CompleteSettings, StatusSettings
 from kvrelay.cli.serve import ServeSettings
-from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.config_fields import flag_of, variable_of
+from kvrelay.core.config.fields import flag_of, variable_of
+from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.node.settings import SETTINGS_OF_ROLE, NodeSettings
 from router.settings import RouterSettings
 from tests.pages import DOCS, ROOT, rows, section

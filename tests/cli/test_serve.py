@@ -26,8 +26,8 @@ from kvrelay.cli.serve import (
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
 from kvrelay.cli.supervisor import ChildCommand
 from kvrelay.cli.thread_environment import thread_environment
-from kvrelay.core.config import ProcessSettings, load_settings
-from kvrelay.core.core_table import CoreTable
+from kvrelay.core.config.settings import ProcessSettings, load_settings
+from kvrelay.core.process.core_table import CoreTable
 from kvrelay.node.settings import NodeOptions, NodeSettings
 from router.settings import RouterOptions, RouterSettings
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from kvrelay.cli.serve import ServeSettings, _serve
-from kvrelay.core.config import load_settings
+from kvrelay.core.config.settings import load_settings
 
 SETTINGS = load_settings(ServeSettings, ["m"], prog="kvrelay serve")
 

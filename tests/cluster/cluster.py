@@ -15,11 +15,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from decode_node.service import DecodeService
-from kvrelay.core.block_hash import KVNamespace
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.core.node_report import NodeRole
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
 from kvrelay.node.server import NodeServer

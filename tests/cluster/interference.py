@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.node.node import Node
 
 

@@ -14,7 +14,7 @@ from kv_connector.pool import LocalPool
 from kv_connector.segments.segment import PeerSegment
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.connector import UcxConnector
-from kvrelay.core.block_hash import BlockHash, block_hashes
+from kvrelay.core.kv.block_hash import BlockHash, block_hashes
 from kvrelay.node.node import Node
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import prompt_of

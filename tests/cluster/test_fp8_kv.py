@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.offline.llm import LLM
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of

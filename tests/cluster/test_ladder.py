@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from decode_node.service import DecodeService
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from router.request import KVOrigins
 from tests.cluster.cluster import Cluster, Served
 from tests.cluster.interference import Interference

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvrelay.core.errors import CancelledByPeerError
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
 from router.policy import make_policy
 from router.request import RequestTrace, RoutedRequest
 from tests.cluster.cluster import cluster

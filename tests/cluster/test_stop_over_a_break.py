@@ -7,8 +7,8 @@ from contextlib import aclosing
 from prometheus_client import CollectorRegistry
 
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.outputs import FinishReason
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.edge import Edge

@@ -13,9 +13,9 @@ import redis
 
 from kv_connector.base import FetchOutcome, HostConnector
 from kv_connector.tiered import TieredConnector
-from kvrelay.core.block_hash import block_hashes
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import block_hashes
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.engine.engine import Engine
 from kvrelay.node.node import Node
 from router.nodes.links import Links

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.core.cgroup import available_cores
+from kvrelay.core.process.cgroup import available_cores
 from tests.e2e.cluster import BLOCK_SIZE, Cluster, Oracle, some_token_ids
 from tests.e2e.processes import process_of, processes_of
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 HANGING_NODE = """
 import sys, threading, torch
 from decode_node.service import DecodeService
-from kvrelay.core.config import load_settings
+from kvrelay.core.config.settings import load_settings
 from kvrelay.node import process
 from kvrelay.node.settings import NodeSettings
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.process.weight_store import WeightStore
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.client import grpc_request, router_at
 from tests.e2e.cluster import FREE_PORTS, SMALL, Oracle, link_model, served

@@ -4,10 +4,10 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from paged_kernels.registry import select_backend
 
-from kvrelay.core.option_types import DTypeName, Quantization
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.config.option_types import DTypeName, Quantization
+from kvrelay.core.process.weight_store import WeightStore
 from kvrelay.engine.loading.loader import LoadedModel, load_model
 
 

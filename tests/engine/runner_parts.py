@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.plan import ScheduledSequence, SequenceResult
 from kvrelay.engine.sampling.sampler import SampledToken
 

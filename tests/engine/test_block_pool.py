@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.engine.block_pool import BlockPool
 
 

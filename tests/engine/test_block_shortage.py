@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.block_shortage import find_shortage
 from kvrelay.engine.request import KVRole

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.core.errors import InvalidRequestError, KVRelayError
-from kvrelay.core.outputs import FinishReason
+from kvrelay.core.generation.outputs import FinishReason
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from paged_kernels.cpu.threads import threads_kept
 
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.core_table import CoreShare
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.process.core_table import CoreShare
 from kvrelay.engine import engine_thread
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine

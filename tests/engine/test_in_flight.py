@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.outputs import FinishReason
+from kvrelay.core.generation.outputs import FinishReason
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.runner import LaunchedStep, Runner
 from tests.engine.fake_runner import expected_output

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.kv_pool import allocate_pool, pool_over
 
 LAYOUT = KVLayout(num_kv_heads=2, num_layers=1, block_size=4, head_dim=8, dtype="bfloat16")

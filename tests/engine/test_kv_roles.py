@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.block_hash import block_hashes
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.engine.request import KVRole
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, produce, prompt_of, request

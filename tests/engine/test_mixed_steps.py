@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import KVRole
 from kvrelay.engine.runner import LaunchedStep, Runner

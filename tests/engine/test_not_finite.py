@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
 from kvrelay.engine.request import KVRole
 from kvrelay.engine.runner import LaunchedStep

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvrelay.core.outputs import FinishReason
+from kvrelay.core.generation.outputs import FinishReason
 from kvrelay.engine.request import KVRole
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, prompt_of, request

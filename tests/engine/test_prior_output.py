@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from paged_kernels.cpu.threads import threads_kept
 
-from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.core.process.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread, seconds_to_rest
 from kvrelay.engine.request import KVRole, StepResult

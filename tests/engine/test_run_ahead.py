@@ -10,8 +10,8 @@ import torch
 from paged_kernels.registry import select_backend
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.outputs import FinishReason
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine

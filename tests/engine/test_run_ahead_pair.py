@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvrelay.core.outputs import TokenOutput
+from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.engine.request import Admission, KVRole
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, first_tokens, move, prompt_of, request

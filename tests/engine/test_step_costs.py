@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from paged_kernels.cpu.threads import threads_kept
 
-from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.core.process.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.scheduler import MIXED_TOKENS

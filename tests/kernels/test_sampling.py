@@ -9,7 +9,7 @@ import torch
 from paged_kernels import _native
 from torch import Tensor
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.logprobs import token_logprobs, token_logprobs_in_torch
 from kvrelay.engine.sampling.random_bits import Draw
 from kvrelay.engine.sampling.random_choice import choose, choose_in_torch

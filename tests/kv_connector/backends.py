@@ -22,10 +22,10 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.connector import UcxConnector
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.device.direct_device import DirectDevice
 from tests.kv_connector.device.slow_device import SlowDevice

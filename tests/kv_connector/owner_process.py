@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import EPOCH
 
 StartOwner = Callable[..., "OwnerProcess"]

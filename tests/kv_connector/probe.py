@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 from kv_connector.device.self_test import hold
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from tests.kv_connector.device.direct_device import DirectDevice
 
 

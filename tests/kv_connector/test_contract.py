@@ -9,9 +9,9 @@ import pytest
 from kv_connector.base import FetchOutcome
 from kv_connector.header import Mismatch
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import (
     EPOCH,
     LAYOUT,

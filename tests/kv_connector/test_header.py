@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch, layout_digest, payload_digest
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from tests.kv_connector.backends import LAYOUT
 
 NAME = BlockHash(bytes(range(32)))

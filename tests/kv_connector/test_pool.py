@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from kv_connector.pool import LocalPool
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 
 _LAYOUT = KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16")  # 128 KiB a block
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")

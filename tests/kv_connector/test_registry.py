@@ -7,8 +7,8 @@ import pytest
 
 from kv_connector.registry import BACKENDS, create_connector, create_direct, direct_name, is_installed
 from kv_connector.settings import ConnectorSettings, UcxSettings
-from kvrelay.core.connectors import CONNECTORS, needs_same_host
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv.connectors import CONNECTORS, needs_same_host
 from tests.kv_connector.backends import CLUSTER_SECRET
 
 SETTINGS = ConnectorSettings(ucx=UcxSettings(CLUSTER_SECRET))

@@ -15,8 +15,8 @@ from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettin
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET
 from tests.redis_server import RedisServer
 

@@ -15,7 +15,7 @@ from kv_connector.pool import LocalPool, Rows, copy_payload
 from kv_connector.settings import UcxSettings
 from kv_connector.shared_pool import SharedPool
 from kv_connector.ucx.connector import UcxConnector
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
 
 FETCHED, MISSING, REFUSED, FAILED = FetchOutcome

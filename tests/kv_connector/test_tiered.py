@@ -16,11 +16,11 @@ from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.endpoints import this_host
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.endpoints import this_host
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,

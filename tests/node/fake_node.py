@@ -8,11 +8,11 @@ from typing import TypeVar
 from decode_node.service import DecodeService
 from kv_connector.base import FetchOutcomes, HostConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import SchedulerOutput

@@ -7,8 +7,8 @@ from contextlib import suppress
 from kv_connector.base import FetchOutcome, FetchOutcomes
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.engine.request import Admission
 from tests.node.fake_node import LAYOUT
 

@@ -6,10 +6,10 @@ from contextlib import aclosing
 from typing import Any, cast
 
 from decode_node.service import DecodeService
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.rpc_calls import Context
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import output_to_wire, sampling_to_wire
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.wire import output_to_wire, sampling_to_wire
 from kvrelay.v1 import decode_node_pb2 as pb
 
 PROMPT = list(range(100, 120))

@@ -1,7 +1,7 @@
 """Absences are remembered for a moment, and only a bounded number of them."""
 
-from kvrelay.core.block_hash import BlockHash
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.source import KVSource
 from kvrelay.node.absences import Absences
 
 A, B = KVSource("a", 1, "at-a"), KVSource("b", 1, "at-b")

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from kv_connector.registry import create_connector, is_installed
 from kv_connector.self_test import SelfTestReport, check_connector
-from kvrelay.core.connectors import parse_connectors
 from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.kv.connectors import parse_connectors
 from kvrelay.node import startup
 from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
 from kvrelay.node.settings import NodeSettings

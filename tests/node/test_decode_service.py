@@ -7,10 +7,10 @@ import pytest
 
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.block_hash import block_hashes
-from kvrelay.core.named_block import NamedBlock
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.wire import source_to_wire
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.kv.block_hash import block_hashes
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.rpc.wire import source_to_wire
 from kvrelay.engine.request import Admission, EngineRequest
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb

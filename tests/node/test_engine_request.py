@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import sampling_to_wire
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.rpc.wire import sampling_to_wire
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.sampling.sampler import SamplingRow

@@ -4,7 +4,7 @@ import asyncio
 import random
 from dataclasses import replace
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.engine.request import EngineLoad
 from kvrelay.node.event_log import EventLog
 

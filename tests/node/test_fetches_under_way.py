@@ -7,7 +7,7 @@ import pytest
 
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.fetches_under_way import FetchesUnderWay
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH

@@ -11,9 +11,9 @@ import pytest
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.rpc_calls import Context
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import sampling_to_wire
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.wire import sampling_to_wire
 from kvrelay.engine.request import StepResult
 from kvrelay.v1 import common_pb2, prefill_node_pb2
 from kvrelay.v1 import decode_node_pb2 as pb

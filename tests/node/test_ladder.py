@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from kv_connector.base import FetchOutcome
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.node import ladder as ladder_module
 from kvrelay.node.ladder import Ask, Ladder

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.named_block import NamedBlock
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from tests.node.fake_node import BLOCK_SIZE, FailingRunner, make_node

@@ -9,7 +9,7 @@ import pytest
 
 from decode_node.service import DecodeService
 from kv_connector.header import Mismatch
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import NodeRole
 from kvrelay.node import node_service
 from kvrelay.node.node_service import NodeService

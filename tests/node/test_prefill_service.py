@@ -9,12 +9,12 @@ from typing import cast
 import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
-from kvrelay.core.named_block import NamedBlock
-from kvrelay.core.rpc_calls import Context
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.wire import sampling_to_wire, source_to_wire
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import block_hashes
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.wire import sampling_to_wire, source_to_wire
 from kvrelay.engine.request import Admission, StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import KVError
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.outages import Outages
 from kvrelay.node.publisher import Publisher
 from tests.manual_clock import ManualClock

@@ -10,9 +10,9 @@ import pytest
 
 from kv_connector.base import FetchOutcome
 from kv_connector.in_process import InProcessHub
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outages import Outages
-from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.fetches_under_way import FetchesUnderWay

@@ -6,8 +6,8 @@ import grpc
 
 from decode_node.router_stream import RouterStream
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
-from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.core.wire import output_from_wire
+from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.rpc.wire import output_from_wire
 from kvrelay.v1 import decode_node_pb2 as pb
 
 

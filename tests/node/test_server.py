@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from decode_node.service import DecodeService
-from kvrelay.core import rpc
-from kvrelay.core.rpc import WHOLE_SERVER
+from kvrelay.core.rpc import connections
+from kvrelay.core.rpc.connections import WHOLE_SERVER
 from kvrelay.node import server as server_module
 from kvrelay.node.server import NodeServer
 from kvrelay.v1 import decode_node_pb2 as pb
@@ -40,7 +40,7 @@ async def test_a_node_lets_go_of_what_a_router_holds_that_answers_nothing_any_mo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that is stopped, or that the network does not reach any more: the connection itself stays open."""
-    monkeypatch.setattr(rpc, "KEEPALIVE_MS", 500)
+    monkeypatch.setattr(connections, "KEEPALIVE_MS", 500)
     monkeypatch.setattr(server_module, "KEEPALIVE_TIMEOUT_MS", 500)
     node = make_node()
     server = NodeServer(node, DecodeService(node))

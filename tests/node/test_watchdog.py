@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from decode_node.service import DecodeService
-from kvrelay.core.rpc import WHOLE_SERVER
+from kvrelay.core.rpc.connections import WHOLE_SERVER
 from kvrelay.engine.engine import Engine
 from kvrelay.node.server import NodeServer
 from kvrelay.node.watchdog import EngineHungError, Watchdog

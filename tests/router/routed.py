@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.v1 import common_pb2
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.scripted_cluster import Cluster

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import grpc
 
-from kvrelay.core.block_hash import BlockHash, KVNamespace
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.core.node_report import PROTOCOL
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.rpc import serve_insecure, server_options
-from kvrelay.core.rpc_calls import CallInterceptor, Context
-from kvrelay.core.wire import namespace_to_wire, output_to_wire
+from kvrelay.core.rpc.calls import CallInterceptor, Context
+from kvrelay.core.rpc.connections import serve_insecure, server_options
+from kvrelay.core.rpc.wire import namespace_to_wire, output_to_wire
 from kvrelay.v1 import (
     common_pb2,
     decode_node_pb2,

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.core import errors
 from kvrelay.core.errors import KVRelayError, status_of
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge import gateway, openai_errors
 from router.edge.openai_schema import ChatBody, CompletionBody, TokenizeBody

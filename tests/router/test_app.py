@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.app import http_config, listen
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode

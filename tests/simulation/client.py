@@ -19,8 +19,8 @@ from kvrelay.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from router.edge.validation import ClientRequest, RequestValidator, TokenPrompt
 from router.relay.relay import ClusterRelay
 from router.request import RequestTrace, RoutedRequest, ServedModel

@@ -10,7 +10,7 @@ from contextvars import Context
 from functools import partial
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult

@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from kv_connector.header import HEADER_BYTES
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import NodeLoad
 from prefill_node.service import PrefillService
 from router.nodes.links import Links

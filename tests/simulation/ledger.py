@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from kvrelay.core.block_hash import BlockHash, next_block_hash
+from kvrelay.core.kv.block_hash import BlockHash, next_block_hash
 from router.request import RoutedRequest
 from tests.simulation.node_config import BLOCK_SIZE
 from tests.simulation.oracle import SLOT_BYTES, expected_output, slots_of

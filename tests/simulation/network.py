@@ -15,7 +15,7 @@ from typing import Protocol
 from tests.simulation.virtual_loop import Process
 
 _ORDER_SECONDS = 1e-6  # between two messages that must stay in order
-_KEEPALIVE_SECONDS = 15.0  # until an end notices that nothing comes through: `kvrelay.core.rpc`
+_KEEPALIVE_SECONDS = 15.0  # until an end notices that nothing comes through: `kvrelay.core.rpc.connections`
 
 
 class Fate(Enum):

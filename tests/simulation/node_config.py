@@ -7,7 +7,7 @@ Invariant: they are such as a node would start with (`kvrelay/engine/options.py`
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvrelay.core.option_types import SchedulingPolicy
+from kvrelay.core.config.option_types import SchedulingPolicy
 
 BLOCK_SIZE = 4
 _LARGEST_MODEL_LEN = 128

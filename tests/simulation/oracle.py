@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.core.outputs import FinishReason
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.generation.sampling_params import SamplingParams
 
 VOCAB_SIZE = 64
 EOS_TOKEN_ID = 0

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import grpc
 
-from kvrelay.core.rpc_calls import CallInterceptor
+from kvrelay.core.rpc.calls import CallInterceptor
 from tests.simulation.network import Connection, Network
 from tests.simulation.virtual_loop import Process
 

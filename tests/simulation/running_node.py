@@ -9,8 +9,8 @@ from typing import cast
 import grpc
 
 from decode_node.service import DecodeService
-from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.scheduler import SchedulerConfig
 from kvrelay.node.node import Node, NodeIdentity

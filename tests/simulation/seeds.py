@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 from random import Random
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from router.request import RoutedRequest
 from tests.simulation.client import LONG_TIMEOUT, LONG_WAIT, Behaviour, Plan
 from tests.simulation.cluster import ClusterConfig

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kv_connector.faulty import ConnectorFault
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from router.request import RoutedRequest
 from tests.simulation.client import LONG_TIMEOUT, Behaviour, Plan
 from tests.simulation.cluster import ClusterConfig

@@ -13,12 +13,12 @@ import pytest
 from kv_connector.faulty import DamagingCopy
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.tiered import TieredConnector
-from kvrelay.core.block_hash import BlockHash, block_hashes
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.outputs import TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
-from kvrelay.core.source_breakers import SourceBreakers
-from kvrelay.core.wire import sampling_from_wire
+from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import BlockHash, block_hashes
+from kvrelay.core.kv.source_breakers import SourceBreakers
+from kvrelay.core.rpc.wire import sampling_from_wire
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
 from kvrelay.engine.sequence import Sequence as EngineSequence

@@ -17,8 +17,8 @@ from kv_connector.faulty import ConnectorFaults, DamagingCopy, FaultyConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.clock import Clock
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from kvrelay.node.prefill_rate import PrefillRate
 from tests.simulation.store import Store
 

@@ -1,7 +1,7 @@
 """The text, offsets and stop strings of one output."""
 
-from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.choice import Choice
 from kvrelay.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizer import sentencepiece_like

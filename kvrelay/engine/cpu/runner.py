@@ -9,7 +9,7 @@ import torch
 from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paged_kernels.cpu.extension import load_extension
 from paged_kernels.cpu.threads import remember_threads, use_threads
 
-from kvrelay.core.core_table import CoreShare
+from kvrelay.core.process.core_table import CoreShare
 
 if TYPE_CHECKING:
     from paged_kernels._native import ThreadLimit

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.gpu.packed_arrays import to_host
 
 

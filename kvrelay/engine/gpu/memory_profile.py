@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.gpu.step_graphs import step_shapes

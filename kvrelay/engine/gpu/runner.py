@@ -15,7 +15,7 @@ import torch
 from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler, LaunchedSampling

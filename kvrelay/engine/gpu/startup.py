@@ -8,7 +8,7 @@ import time
 
 from torch import Tensor
 
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.gpu.memory_profile import DEFAULT_UTILIZATION, blocks_that_fit, profile_memory
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler

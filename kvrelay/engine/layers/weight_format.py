@@ -10,7 +10,7 @@ from paged_kernels.cpu.weight_memory import WeightMemory
 from paged_kernels.prequantized_weight import PrequantizedFormat
 from torch import Tensor
 
-from kvrelay.core.option_types import Quantization
+from kvrelay.core.config.option_types import Quantization
 
 
 @dataclass(frozen=True, slots=True)

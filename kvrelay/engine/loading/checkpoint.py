@@ -18,8 +18,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.json_object import read_json_object
-from kvrelay.core.model_directory import refuse_pointer
+from kvrelay.core.model.directory import refuse_pointer
+from kvrelay.core.model.json_object import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.json_object import read_json_object
+from kvrelay.core.model.json_object import read_json_object
 
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {

@@ -17,10 +17,10 @@ from paged_kernels.base import AttentionBackend
 from paged_kernels.cpu.quantized import GROUP_SIZES
 
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.config.option_types import DTypeName, Quantization
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.core.model_directory import resolve_model_directory
-from kvrelay.core.option_types import DTypeName, Quantization
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.process.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import PrequantizedTensors, Slot, WeightFormat, bits_of
 from kvrelay.engine.loading.checkpoint import (
     INTEGER_DTYPE,

@@ -19,7 +19,7 @@ from paged_kernels.cpu.extension import load_extension
 from paged_kernels.cpu.weight_memory import WeightMemory
 from torch import Tensor
 
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.process.weight_store import WeightStore
 from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.loading.checkpoint import Checkpoint
 from kvrelay.engine.models.model_config import ModelConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.json_object import read_json_object
+from kvrelay.core.model.json_object import read_json_object
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, yarn_attention_factor
 from kvrelay.engine.layers.weight_format import CheckpointQuantization
 from kvrelay.engine.loading.config_json import MOST_LAYERS, complete_config, read_config

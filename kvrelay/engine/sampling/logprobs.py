@@ -12,8 +12,8 @@ from paged_kernels.cpu.extension import load_extension
 from paged_kernels.cpu.threads import num_threads
 from torch import Tensor
 
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.sampling.truncation import most_likely
 
 PROMPT_LOGPROB_ROWS = 128  # rows computed at a time, since a row of logits is as long as the vocabulary

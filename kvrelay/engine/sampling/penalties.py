@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import FixedEdits
 from kvrelay.engine.sampling.seen_tokens import Integers, SeenTokens
 

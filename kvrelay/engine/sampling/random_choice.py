@@ -17,7 +17,7 @@ from paged_kernels.cpu.extension import load_extension
 from paged_kernels.cpu.threads import num_threads
 from torch import Tensor
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.sampling.truncation import EXCLUDED, truncate
 

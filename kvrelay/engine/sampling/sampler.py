@@ -14,9 +14,9 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.record import record
-from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import NO_EDITS, FixedEdits
 from kvrelay.engine.sampling.logprobs import token_logprobs
 from kvrelay.engine.sampling.penalties import Logits, adjust, changes_logits

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 
 EXCLUDED = -80.0
 """The score of a token that may not be sampled, and the lowest score of all. The noise of `random_bits` lies between

@@ -8,7 +8,7 @@ import torch
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput

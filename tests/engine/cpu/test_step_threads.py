@@ -14,7 +14,7 @@ from paged_kernels.cpu.threads import num_threads, threads_kept, use_threads
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from kvrelay.core.core_table import CoreShare, CoreTable
+from kvrelay.core.process.core_table import CoreShare, CoreTable
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.loading.loader import load_model

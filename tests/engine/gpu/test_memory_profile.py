@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.gpu.memory_profile import (
     MemoryProfile,
     blocks_that_fit,

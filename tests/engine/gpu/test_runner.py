@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from bench.gpu.eager_recorder import EagerRecorder
-from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.engine.gpu import runner as gpu_runner
 from kvrelay.engine.gpu import sampler as gpu_sampler
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs

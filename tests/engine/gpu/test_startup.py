@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine import startup as engine_startup
 from kvrelay.engine.device import Gpu, Machine
 from kvrelay.engine.gpu import startup

@@ -12,7 +12,7 @@ from paged_kernels.reference import ReferenceBackend
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from kvrelay.core.option_types import DTypeName, Quantization
+from kvrelay.core.config.option_types import DTypeName, Quantization
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from tests.engine import load_on_cpu
 from tests.engine.paged_run import PagedRun

@@ -12,7 +12,7 @@ import pytest
 from paged_kernels.reference import ReferenceBackend
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.vocabulary import vocabulary_digest
+from kvrelay.core.model.vocabulary import vocabulary_digest
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.text.tokenizer import Tokenizer

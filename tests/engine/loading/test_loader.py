@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from bench.random_model import write_random_model
+from kvrelay.core.config.option_types import DTypeName
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.core.option_types import DTypeName
 from kvrelay.engine.layers.linear import Linear
 from kvrelay.engine.layers.rotary import RopeKind
 from kvrelay.engine.layers.weight_format import WeightFormat

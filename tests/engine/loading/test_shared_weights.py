@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvrelay.core.config.option_types import DTypeName, Quantization
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.option_types import DTypeName, Quantization
-from kvrelay.core.weight_store import WeightStore
+from kvrelay.core.process.weight_store import WeightStore
 from kvrelay.engine.loading.loader import LoadedModel
 from tests.engine import load_on_cpu
 from tests.engine.paged_run import PagedRun

@@ -11,7 +11,7 @@ from paged_kernels.registry import BackendName, select_backend
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
-from kvrelay.core.option_types import DTypeName
+from kvrelay.core.config.option_types import DTypeName
 from kvrelay.engine.loading.loader import LoadedModel, load_model
 from tests.engine.paged_run import PagedRun
 from tests.engine.reference import Reference

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.random_model import write_random_model
+from kvrelay.core.config.option_types import Quantization
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
-from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.linear import Linear, LinearLayer, LinearsApart
 from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear, RepackedProduct
 from kvrelay.engine.loading.loader import LoadedModel

@@ -14,8 +14,8 @@ from paged_kernels.registry import select_backend
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvrelay.core.config.option_types import Quantization
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.option_types import Quantization
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.loading.loader import LoadedModel, load_model

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
 

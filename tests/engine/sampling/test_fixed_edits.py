@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from kvrelay.core.sampling_params import MAX_TOKEN_ENTRIES, SamplingParams
+from kvrelay.core.generation.sampling_params import MAX_TOKEN_ENTRIES, SamplingParams
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import EngineRequest

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.logprobs import token_logprobs
 from kvrelay.engine.sampling.penalties import seen_tokens

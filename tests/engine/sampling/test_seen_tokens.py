@@ -12,7 +12,7 @@ import torch
 from paged_kernels.gpu.sampling import EDIT_BANNED, EDIT_SEEN
 from torch import Tensor
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.penalties import adjust, seen_tokens

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.truncation import EXCLUDED, most_likely, truncate
 from tests.engine.sampling.reference import VOCAB_SIZE, make_logits, probabilities_of
 

@@ -14,11 +14,11 @@ from paged_kernels.reference import ReferenceBackend
 from torch import Tensor
 
 from bench.gpu.eager_recorder import EagerRecorder
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine

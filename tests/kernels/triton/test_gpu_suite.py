@@ -28,7 +28,7 @@ from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.parts import PARTS, Suite
 from bench.gpu.report import Records, read_records
 from bench.gpu.task import Task
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.gpu.runner import GpuRunner, GpuStep
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.sampling.sampler import SamplingRow

@@ -5,8 +5,8 @@ from pathlib import Path
 from paged_kernels.gpu.attention import TritonBackend
 from paged_kernels.reference import ReferenceBackend
 
-from kvrelay.core.option_types import KVCacheDType
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.config.option_types import KVCacheDType
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler

@@ -10,7 +10,7 @@ import triton.language as tl
 from paged_kernels.gpu.device.sampling import gumbel_noise
 from torch import Tensor
 
-from kvrelay.core.sampling_params import MAX_SEED, SamplingParams
+from kvrelay.core.generation.sampling_params import MAX_SEED, SamplingParams
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.sampling.fixed_edits import fixed_edits

@@ -10,7 +10,7 @@ from kv_connector.base import PoolBuffer
 from kv_connector.device.memory import BlockCopy
 from kv_connector.device.self_test import check_device, check_direct
 from kv_connector.settings import ConnectorSettings, SharedMemorySettings, UcxSettings
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from tests.kv_connector.backends import CLUSTER_SECRET, LAYOUT
 from tests.kv_connector.device.direct_device import DirectDevice
 from tests.kv_connector.device.slow_device import SlowDevice

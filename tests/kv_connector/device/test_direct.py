@@ -19,7 +19,7 @@ from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings, UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,

@@ -10,7 +10,7 @@ from kv_connector.base import FetchOutcome
 from kv_connector.device.staged import staging_blocks
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
 from tests.kv_connector.backends import (
     EPOCH,
     LAYOUT,

@@ -19,8 +19,8 @@ from kv_connector.segments.segment import SegmentRemovedError
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.source import KVSource
 from kvrelay.node.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
 from tests.kv_connector.open_files import open_files

@@ -14,8 +14,8 @@ from kv_connector.geometry import Geometry
 from kv_connector.header import DIGEST_OFFSET, HASH_OFFSET, BlockHeader, Mismatch
 from kv_connector.segments.slots import NO_SLOT, SLOT_BYTES, OwnedSlots, PeerSlots
 from kv_connector.verdict import Verdict
-from kvrelay.core.block_hash import HASH_BYTES, BlockHash
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.block_hash import HASH_BYTES, BlockHash
+from kvrelay.core.kv.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, blocks
 
 GEOMETRY = Geometry.of(LAYOUT)

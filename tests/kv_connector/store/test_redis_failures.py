@@ -20,7 +20,7 @@ from kv_connector.settings import RedisSettings, SharedMemorySettings
 from kv_connector.store.redis_store import RedisConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import KVError
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
 from tests.kv_connector.settled import settled
 from tests.manual_clock import ManualClock

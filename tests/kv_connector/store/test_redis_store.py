@@ -17,8 +17,8 @@ from kv_connector.self_test import check_connector
 from kv_connector.settings import RedisSettings
 from kv_connector.store.redis_store import RedisConnector
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import LAYOUT, Node, RedisHarness, blocks, write_and_publish
 from tests.redis_server import RedisServer
 

@@ -5,7 +5,7 @@ import sys
 
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
-from kvrelay.core.kv_layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, Node, blocks, write_and_publish
 
 # A block is larger than what several of one Ask may have together.

@@ -12,8 +12,8 @@ from kv_connector.ucx import reader as reader_module
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.protocol import MAX_ASK_BLOCKS
 from kv_connector.ucx.reader import LANES
-from kvrelay.core import source_breakers
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv import source_breakers
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
 from tests.manual_clock import ManualClock
 

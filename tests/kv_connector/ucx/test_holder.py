@@ -35,7 +35,7 @@ from kv_connector.ucx.protocol import (
 )
 from kv_connector.ucx.reader import Lane
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, OTHER_LAYOUT, Node, blocks, write_and_publish
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 

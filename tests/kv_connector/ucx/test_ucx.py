@@ -18,9 +18,9 @@ from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS
 from kv_connector.ucx.protocol import OPENING_BYTES, PROOF_BYTES, encode_opening
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
-from kvrelay.core.named_block import NamedBlock
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.named_block import NamedBlock
+from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import (
     CLUSTER_SECRET,
     EPOCH,

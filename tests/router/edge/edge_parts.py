@@ -10,7 +10,6 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from kvrelay.core.block_hash import KVNamespace
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import (
     CancelledByPeerError,
@@ -19,8 +18,9 @@ from kvrelay.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.text.tokenizer import Tokenizer
 from router.app import http_config
 from router.edge.edge import Edge

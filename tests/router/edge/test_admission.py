@@ -12,7 +12,7 @@ from starlette.types import Message, Receive
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, OverloadedError
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.edge import Edge
 from router.edge.fan_in import merged

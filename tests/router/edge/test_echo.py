@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.turns import ITEMS_AT_A_TIME
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.echo import echoes, encoded_logprobs

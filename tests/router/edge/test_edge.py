@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvrelay.core.errors import KVError, KVRelayError, UnavailableError
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.request import RequestEvent, RequestTrace, RoutedRequest

@@ -14,8 +14,8 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.rpc import channel_options, serve_insecure, server_options
-from kvrelay.core.rpc_calls import CallInterceptor, Context
+from kvrelay.core.rpc.calls import CallInterceptor, Context
+from kvrelay.core.rpc.connections import channel_options, serve_insecure, server_options
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.grpc_service import RouterService
 from router.edge.http_protocol import BoundedHttp

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvrelay.core.errors import KVError, OverloadedError
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.text.tokenizer import Tokenizer
 from router.request import RequestEvent, RequestTrace, RoutedRequest
 from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay

@@ -18,10 +18,10 @@ from kvrelay.core.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from kvrelay.core.rpc import channel_options, serve_insecure, server_options
-from kvrelay.core.rpc_calls import CallInterceptor
-from kvrelay.core.rpc_errors import error_from_rpc
-from kvrelay.core.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
+from kvrelay.core.generation.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
+from kvrelay.core.rpc.calls import CallInterceptor
+from kvrelay.core.rpc.connections import channel_options, serve_insecure, server_options
+from kvrelay.core.rpc.errors import error_from_rpc
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.edge.edge import Edge

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from kvrelay.core.outputs import TokenLogprobs
+from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.turns import ITEMS_AT_A_TIME
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer

@@ -6,12 +6,12 @@ import math
 import pytest
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.core.outputs import TokenLogprobs
-from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.rpc import MAX_MESSAGE_BYTES
-from kvrelay.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.core.generation.outputs import TokenLogprobs
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvrelay.core.rpc.connections import MAX_MESSAGE_BYTES
+from kvrelay.core.rpc.wire import prompt_logprobs_to_wire
 from kvrelay.core.turns import ITEMS_AT_A_TIME
-from kvrelay.core.wire import prompt_logprobs_to_wire
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.openai_format import (
     MIN_LOGPROB,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError, UnknownModelError
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.validation import (
     MAX_CACHE_SALT_CHARS,

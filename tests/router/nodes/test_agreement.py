@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.block_hash import KVNamespace
-from kvrelay.core.endpoints import Endpoints
-from kvrelay.core.kv_layout import KVLayout
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.endpoints import Endpoints
+from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeDescription
 from router.nodes.agreement import difference
 

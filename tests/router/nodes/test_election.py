@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
 from kvrelay.core.outages import Outages
 from router.nodes import election

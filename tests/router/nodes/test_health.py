@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from kvrelay.core.errors import KVRelayError, UnavailableError
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.node_report import NodeRole
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.sampling_params import SamplingParams
 from kvrelay.v1 import node_pb2
 from router.nodes.node import NodeState
 from router.request import RoutedRequest

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.kv.source import KVSource
+from kvrelay.core.kv.source_breakers import _CAPACITY
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport
-from kvrelay.core.source_breakers import _CAPACITY
 from router.nodes.links import Delivery, Links
 from tests.manual_clock import ManualClock
 

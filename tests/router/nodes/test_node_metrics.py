@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.core.block_hash import BlockHash
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.v1 import node_pb2
 from router.nodes.kv_index import KVIndex

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.block_hash import BlockHash
 from kvrelay.core.errors import ConfigurationError, UnavailableError
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import PROTOCOL, NodeRole
 from kvrelay.v1 import node_pb2
 from router.nodes import fit

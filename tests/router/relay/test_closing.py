@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvrelay.core.errors import KVRelayError, UnavailableError
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from tests.router.routed import a_request, assert_idle, begun, collected, expire, give_up, opened, take, take_trace
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import soon, token, until

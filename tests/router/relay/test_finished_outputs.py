@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import aclosing
 
-from kvrelay.core.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from tests.router.routed import a_request, opened, take, take_trace
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import token

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import GivenUpError, UnavailableError
-from kvrelay.core.outputs import FinishReason
+from kvrelay.core.generation.outputs import FinishReason
 from router.nodes.node import NodeState
 from tests.router.routed import a_request, assert_idle, give_up, say, take, take_trace
 from tests.router.scripted_cluster import Cluster, cluster

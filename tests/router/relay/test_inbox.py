@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from kvrelay.core.errors import CancelledByPeerError
-from kvrelay.core.outputs import FinishReason
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.rpc.wire import output_to_wire
 from kvrelay.core.turns import ITEMS_AT_A_TIME
-from kvrelay.core.wire import output_to_wire
 from kvrelay.v1 import decode_node_pb2
 from router.relay.inbox import Inboxes
 from tests.loop_turns import counting_turns

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.block_hash import block_hashes
 from kvrelay.core.errors import UnavailableError
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.core.outages import Outages
-from kvrelay.core.outputs import FinishReason
-from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.v1 import node_pb2
 from router.nodes.node import NodeState
 from router.relay.attempt import RefillEvent

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from kvrelay.core.errors import KVRelayError, UnavailableError
-from kvrelay.core.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
-from kvrelay.core.wire import prompt_logprobs_to_wire
+from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.rpc.wire import prompt_logprobs_to_wire
 from kvrelay.v1 import common_pb2, decode_node_pb2, prefill_node_pb2
 from router.nodes.node import NodeState
 from tests.router.routed import PROMPT, a_request, assert_idle, begun, give_up, opened, say, take, take_trace

@@ -6,8 +6,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from kvrelay.core.block_hash import block_hashes
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.v1 import node_pb2, prefill_node_pb2
 from router.request import NodeRequest, RoutedRequest
 from tests.router.routed import give_up, take

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.sampling_params import SamplingParams
+from kvrelay.core.generation.sampling_params import SamplingParams
 from router.relay.prefill_client import PrefillAccepted, PrefillClient, PrefillEnded, PrefillEvent, PrefillSession
 from router.request import NodeRequest
 from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon

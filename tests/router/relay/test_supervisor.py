@@ -16,10 +16,10 @@ from kvrelay.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from kvrelay.core.kv_source import KVSource
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED
-from kvrelay.core.outputs import FinishReason, TokenOutput
-from kvrelay.core.prompt_logprobs import PromptLogprobs
 from kvrelay.v1 import decode_node_pb2
 from router.relay.attempt import Loss
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry
 
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
-from kvrelay.core.sampling_params import SamplingParams
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.tally import Tally
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest

@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import DeadlineError, UnavailableError
-from kvrelay.core.outputs import FinishReason
+from kvrelay.core.generation.outputs import FinishReason
 from router.nodes.node import NodeState
 from tests.router.routed import PROMPT, a_request, assert_idle, begun, expire, give_up, opened, say, take, take_trace
 from tests.router.scripted_cluster import Cluster, cluster

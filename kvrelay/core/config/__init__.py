@@ -1,0 +1,1 @@
+"""Settings of a process: from flags, environment and file to one typed object."""

@@ -1,0 +1,1 @@
+"""KV blocks as every process speaks of them: names, layout, places, and the ways between them."""

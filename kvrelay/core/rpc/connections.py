@@ -1,0 +1,114 @@
+"""gRPC connections as every process makes them: one set of options, the port of a server, health and reflection.
+
+`calls.py` has how a server runs its calls, `errors.py` how errors travel.
+"""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvrelay.core.errors import ConfigurationError, UnavailableError
+from kvrelay.core.process.listening import address_of, check_port
+from kvrelay.core.rpc.health_service import HealthService
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+PING_TIMEOUT_MS = 60_000  # gRPC waits so long for the answer to a ping, whatever the keepalive's timeout is
+FLOW_WINDOW_BYTES = 1024 * 1024
+# Calls that have arrived and that the loop has not looked at yet. gRPC cancels further ones, by default some of those
+# beyond a thousand, and the client cannot tell why; a router refuses what is too much for it in its own words.
+MAX_PENDING_CALLS = 10_000
+RECONNECT_SECONDS = 0.5  # longest wait between two attempts to reach a process: requests may wait for it
+CONNECT_SECONDS = 2.0  # longest attempt: it takes two round trips, maybe to a host that is busy
+WHOLE_SERVER = ""  # the health service's name for the server as a whole, which serves while the process works
+
+Options = list[tuple[str, int]]
+T = TypeVar("T")
+
+# For a channel to a node or a router, which is reached directly, whatever the host's proxy settings say.
+WITHOUT_PROXY: Options = [("grpc.enable_http_proxy", 0)]
+
+
+def _shared_options(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # The window is large enough for a burst of steps at first, and grows with the measured bandwidth-delay product.
+        ("grpc.http2.lookahead_bytes", FLOW_WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 1),
+    ]
+
+
+def channel_options() -> Options:
+    """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted process is found about
+    `RECONNECT_SECONDS` later, and one that has another IP address under its name two seconds after the name says so.
+    A connection over which nothing comes any more is given up after 15 seconds at most, and made anew."""
+    return [
+        *_shared_options(),
+        *WITHOUT_PROXY,
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", round(CONNECT_SECONDS * 1e3)),  # how long an attempt may take, in truth
+        ("grpc.max_reconnect_backoff_ms", round(RECONNECT_SECONDS * 1e3)),
+        ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+    ]
+
+
+def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES, ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
+    """Returns the options for `grpc.aio.server`. A peer that answers no ping for `ping_timeout_ms` loses its calls:
+    one that is stopped, or that the network does not reach any more. Ports are not shared: two servers on one port
+    would split a cluster unnoticed."""
+    return [
+        *_shared_options(max_request_bytes),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.so_reuseport", 0),
+        # None of ours compresses. A small message may become a huge one, which no limit sees before it is there.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+    ]
+
+
+def understood(answer: T | None) -> T:
+    """Returns an answer of another process. gRPC gives None for bytes that are no such message, damaged ones or those
+    of another program: raises UnavailableError for it."""
+    if answer is None:
+        raise UnavailableError("what it answers is not understood: is it a process of kvrelay?")
+    return answer
+
+
+async def serve_insecure(server: grpc.aio.Server, host: str, port: int, *, flag: str = "--port") -> int:
+    """Binds the server (port 0 draws a free one), starts it, and returns the bound port. `flag` is the flag that sets
+    the port. Raises ConfigurationError if the port cannot be bound."""
+    check_port(host, port, flag=flag)  # gRPC would not say why it cannot, and write to standard error
+    address = address_of(host, port)
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen on {address}: {error}; choose another port with {flag}") from error
+    await server.start()
+    return bound
+
+
+def add_health_and_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> HealthService:
+    """Adds the standard health and reflection services. The server as a whole ("") is SERVING from the start."""
+    servicer = HealthService()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    return servicer
+
+
+async def set_serving(servicer: HealthService, service_names: Iterable[str], *, serving: bool) -> None:
+    """Reports each service as SERVING or NOT_SERVING; the name of the server as a whole is `WHOLE_SERVER`."""
+    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in service_names:
+        await servicer.set(name, status)

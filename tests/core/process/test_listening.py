@@ -1,0 +1,58 @@
+"""What is said when nothing can listen at an address."""
+
+import socket
+
+import pytest
+
+from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.process.listening import address_of, bound_socket, check_port
+
+
+def test_a_free_port_is_bound_and_left_free_by_a_check() -> None:
+    with bound_socket("127.0.0.1", 0, flag="--port") as bound:
+        port = bound.getsockname()[1]
+    check_port("127.0.0.1", port, flag="--port")
+    with socket.socket() as other:  # which does not share a port, as ours would
+        other.bind(("127.0.0.1", port))
+
+
+def test_a_port_whose_last_connections_are_still_being_closed_is_free() -> None:
+    """As after a restart."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()  # the side that closes first keeps the port for a minute
+            assert client.recv(1) == b""
+    check_port("127.0.0.1", port, flag="--port")
+
+
+def test_a_taken_port_is_named_with_the_flag_that_changes_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}: Address already in use; .*--grpc-port"):
+            check_port("127.0.0.1", port, flag="--grpc-port")
+
+
+def test_a_server_on_an_ipv6_wildcard_takes_ipv4_too() -> None:
+    """As gRPC has it: with `host: "::"` both servers of a router are reached in the same ways. The wildcard itself
+    cannot be bound where a container has no IPv6, but an address of IPv4 as IPv6 writes it can."""
+    with bound_socket("::ffff:127.0.0.1", 0, flag="--port") as bound:
+        bound.listen()
+        with socket.create_connection(("127.0.0.1", bound.getsockname()[1]), timeout=10):
+            pass
+
+
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    assert address_of("127.0.0.1", 8001) == "127.0.0.1:8001"
+    assert address_of("::1", 8001) == "[::1]:8001"
+
+
+def test_an_address_of_its_own_stands_without_brackets() -> None:
+    with pytest.raises(ConfigurationError, match="without brackets"):
+        check_port("[::1]", 0, flag="--port")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_a_foreign_address_is_told_from_a_taken_port(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot listen on {host}:0: .*--host has to be an address of this"):
+        check_port(host, 0, flag="--port")
