@@ -35,7 +35,7 @@ from kvrelay.node.transfer_probe import TRANSFER_PROBE
 _logger = logging.getLogger(__name__)
 _SELF_TEST_TTL = 10  # seconds
 _LOOPBACK = "127.0.0.1"  # the only address of loopback that UCX finds an interface for
-_LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback opens no port to the network
+_LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback sends no KV over the network
 
 
 async def build_node(settings: NodeSettings, role: str) -> Node:

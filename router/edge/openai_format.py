@@ -359,5 +359,5 @@ def _members(value: RequestTrace | KVOrigins) -> Json:
 
 
 def finite(logprob: float) -> float:
-    """Returns the log-probability as JSON can have it."""
-    return max(logprob, MIN_LOGPROB)
+    """Returns the log-probability as JSON can have it, which has neither infinities nor NaN."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

@@ -2,8 +2,8 @@
 
 It picks the best instruction set of the processor at run time and computes on `num_threads()` threads. A token's result
 is the same to the last bit in any batch and on any number of threads. When at least four query heads share a KV head,
-it is also the same however its sequence was divided among steps; otherwise steps of very few tokens, such as decodes,
-sum in another order.
+it is also the same however its sequence was divided among steps; otherwise very few tokens by themselves, such as
+decodes and the ends of some chunks, are summed in another order.
 """
 
 import torch

@@ -31,6 +31,19 @@ _MOST = {
     "sliding_window": 2**31 - 1,
 }
 
+_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ROPE_FIELDS_OF = {
+    RopeKind.DEFAULT: set[str](),
+    RopeKind.LINEAR: {"factor"},
+    RopeKind.DYNAMIC: {"factor"},
+    RopeKind.LLAMA3: {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    RopeKind.YARN: {
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    },
+}
+"""The fields of `rope_parameters` that are read, of every kind and of each one."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -220,6 +233,9 @@ def _rope(fields: dict[str, Any], max_positions: int, head_dim: int, path: Path)
             f"{path}: partial_rotary_factor: {fields['partial_rotary_factor']} is not supported; supported is 1"
         )
     kind = names[name]
+    given = {field for field, value in fields.items() if value is not None}
+    if ignored := sorted(given - _ROPE_FIELDS - _ROPE_FIELDS_OF[kind]):  # as transformers does, but others may not
+        _logger.warning("%s: rope_parameters: %s: not read with rope_type %s", path, ", ".join(ignored), name)
     if kind is RopeKind.DEFAULT:
         return RopeParameters(kind, _number(fields, "rope_theta", path), max_positions)
     if kind is RopeKind.DYNAMIC and head_dim == 2:  # theta grows by a power with the divisor head_dim - 2

@@ -12,6 +12,7 @@ from kvrelay.engine.models.model_config import load_model_config
 _LAYERS = ["full_attention", "sliding_attention"]
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TRAINED = {"factor": 2.0, "original_max_position_embeddings": 64.5}
+_TRAINED_64 = {"factor": 2.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_TRAINED}
 _LLAMA3_64 = {**_LLAMA3, "original_max_position_embeddings": 64}
 _CHUNKS = {"chunk_size": 64, "local_size": 8, "original_max_position_embeddings": 48}
@@ -71,3 +72,21 @@ def test_only_the_first_of_dual_chunks_is_served(
     assert (config.max_position_embeddings, config.max_context_length) == (length, length)
     warned = f"dual_chunk_attention_config is not supported: at most {length} of its 128 positions are served"
     assert (warned in caplog.text) == (length < 128)
+
+
+@pytest.mark.parametrize(
+    ("rope", "ignored"),
+    [
+        ({"rope_type": "yarn", **_TRAINED_64, "attn_factor": 0.9}, "attn_factor: not read with rope_type yarn"),
+        ({"rope_type": "dynamic", **_TRAINED_64}, "original_max_position_embeddings: not read with rope_type dynamic"),
+        ({"rope_type": "yarn", **_TRAINED_64, "mscale": 0.7, "beta_fast": 16}, None),
+        ({"type": "linear", "factor": 2.0, "mscale": None}, None),
+        ({**_LLAMA3, **_TRAINED_64}, None),
+    ],
+)
+def test_a_rope_parameter_that_nobody_reads_is_named(
+    rope: dict[str, Any], ignored: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither does transformers, but other engines may: it would change every token."""
+    load_model_config(_save(tmp_path, "llama", {"rope_scaling": rope}))
+    assert ignored in caplog.text if ignored else not caplog.text
