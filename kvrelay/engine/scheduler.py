@@ -19,9 +19,9 @@ from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.block_shortage import BlockShortage, find_shortage
 from kvrelay.engine.in_flight import StepsInFlight
-from kvrelay.engine.plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerOutput
+from kvrelay.engine.plan import SchedulerOutput
+from kvrelay.engine.plan_entry import plan_entry
 from kvrelay.engine.sampling.penalties import reads_tokens
-from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.sequence_queue import SequenceQueue
 from kvrelay.engine.step_costs import StepCosts
@@ -104,7 +104,7 @@ class Scheduler:
             sequence = self.reserving.peek()
             if lacking is not None and lacking.order < sequence.order:
                 break
-            if not self._has_room_for(sequence) or not self._take_given_blocks(sequence):
+            if not self._has_place_for(sequence) or not self._take_given_blocks(sequence):
                 sequence.lacks_room = True
                 break
             self.reserving.pop()
@@ -114,12 +114,12 @@ class Scheduler:
         return admitted
 
     def first_lacking(self) -> int:
-        """Returns the arrival number of the first queued sequence if it lacks room and may be overtaken, else 0."""
+        """Returns the arrival number of the first queued sequence if it lacks blocks and may be overtaken, else 0."""
         if self.config.policy == "fcfs":
             return 0
         heads = [queue.peek() for queue in (self.waiting, self.reserving) if queue]
         first = min(heads, key=lambda sequence: sequence.order, default=None)
-        return first.arrival if first is not None and first.lacks_room else 0
+        return first.arrival if first is not None and first.lacks_room and self._has_place_for(first) else 0
 
     def received(self, sequence: Sequence) -> None:
         """Moves a receiving sequence to the running ones: no more KV will arrive, and it computes what is missing."""
@@ -129,6 +129,7 @@ class Scheduler:
     def run(self, sequence: Sequence) -> None:
         """Adds a sequence that holds its blocks to the running ones."""
         sequence.state = SequenceState.RUNNING
+        sequence.lacks_room = False
         self.running.push(sequence)
 
     def prompts_wait(self, num_tokens: float) -> bool:
@@ -162,9 +163,10 @@ class Scheduler:
         """
         copies: list[tuple[int, int]] = []
         chosen: list[tuple[Sequence, int]] = []
+        self._look_again()
         budget = self._schedule_running(chosen, copies, on_lent_cores=on_lent_cores)
         self._schedule_waiting(budget, chosen, copies)
-        plan = SchedulerOutput(tuple(_entry(sequence, count) for sequence, count in chosen), tuple(copies))
+        plan = SchedulerOutput(tuple(plan_entry(sequence, count) for sequence, count in chosen), tuple(copies))
         return plan, [sequence for sequence, _ in chosen]
 
     def _schedule_running(
@@ -210,31 +212,46 @@ class Scheduler:
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its
         blocks lacks room, and gets it before any that comes after it."""
+        num_kept = self._num_kept_blocks() if self.waiting and budget > 0 else 0
         while self.waiting and budget > 0:
             sequence = self.waiting.peek()
-            if self.reserving and self.reserving.peek().order < sequence.order:
+            if self._reserves_first():
                 break
-            count = self._begin(sequence, budget, copies)
-            if count == 0:
+            if not self._has_room_for(sequence, num_kept=num_kept):
                 sequence.lacks_room = True
                 break
+            count = self._begin(sequence, budget, copies)
             self.waiting.pop()
             self.run(sequence)
             chosen.append((sequence, count))
             budget -= count
+            num_kept += self._num_blocks_to_come(sequence)
+
+    def _look_again(self) -> None:
+        """Notes that there is room now for the first waiting sequence. It begins only when a step has tokens left for
+        it, but prompts before it then leave it some, and it keeps nobody from reserving any more."""
+        if self.waiting and self.waiting.peek().lacks_room and not self._reserves_first():
+            first = self.waiting.peek()
+            first.lacks_room = not self._has_room_for(first, num_kept=self._num_kept_blocks())
+
+    def _reserves_first(self) -> bool:
+        """Tells whether a sequence that is still to reserve its blocks comes before the first waiting one."""
+        return bool(self.reserving) and self.reserving.peek().order < self.waiting.peek().order
+
+    def _has_room_for(self, sequence: Sequence, *, num_kept: int) -> bool:
+        """Tells whether a waiting sequence could begin, with `num_kept` blocks kept for others."""
+        return self._has_place_for(sequence) and self._has_blocks_for(sequence, num_kept=num_kept)
 
     def _begin(self, sequence: Sequence, budget: int, copies: list[tuple[int, int]]) -> int:
-        """Gives a waiting sequence the blocks for its first tokens. Returns how many tokens these are; 0, with the
-        sequence unchanged, if there is no room for it."""
-        if not self._has_room_for(sequence) or not self._has_blocks_for(sequence):
-            return 0
+        """Gives a waiting sequence, for which there is room, the blocks for its first tokens. Returns how many tokens
+        these are."""
         self._take_cached_blocks(sequence)
         count = min(sequence.num_missing_tokens, budget)
         has_grown = self._grow(sequence, count, copies)
         assert has_grown, "there were blocks for all its tokens"
         return count
 
-    def _has_blocks_for(self, sequence: Sequence, *, num_kept: int = 0) -> bool:
+    def _has_blocks_for(self, sequence: Sequence, *, num_kept: int) -> bool:
         """Tells whether there are blocks for all tokens of a queued sequence, with `num_kept` kept for others. Begun
         without them, it would be preempted and begin again, for as long as leases hold the blocks."""
         shortage = self._shortage
@@ -243,11 +260,21 @@ class Scheduler:
         self._shortage = find_shortage(sequence, self._pool, num_kept=num_kept)
         return self._shortage is None
 
-    def _num_blocks_for_missing(self, sequence: Sequence) -> int:
-        shared, num_new = self._blocks_to_take(sequence, sequence.num_missing_tokens)
-        return len(shared) + num_new
+    def _num_kept_blocks(self) -> int:
+        """Counts the blocks that later chunks of the running prompts need. If others took them, one of these would be
+        preempted."""
+        return sum(self._num_blocks_to_come(other) for other in self.running if other.num_missing_tokens > 1)
 
-    def _has_room_for(self, sequence: Sequence) -> bool:
+    def _num_blocks_to_come(self, sequence: Sequence) -> int:
+        """Counts the blocks that a running sequence still takes for the tokens that it has: those that its table lacks,
+        and a copy of the one that it writes to next, if that is shared. No later one is."""
+        size, table = self.config.block_size, sequence.block_table
+        num_blocks = -(-sequence.num_expected_tokens // size)
+        index = sequence.next_position // size
+        copies = index < min(num_blocks, len(table)) and self._pool.ref_count(table[index]) > 1
+        return max(0, num_blocks - len(table)) + copies
+
+    def _has_place_for(self, sequence: Sequence) -> bool:
         used = sum(other.width for other in self.running) + sum(other.width for other in self.receiving)
         return used + sequence.width <= self.config.max_num_seqs
 
@@ -318,8 +345,7 @@ class Scheduler:
     def _take_given_blocks(self, sequence: Sequence) -> bool:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
         too few for the later chunks of running prompts, which would be preempted."""
-        prompts = (other for other in self.running if other.num_missing_tokens > 1)
-        if not self._has_blocks_for(sequence, num_kept=sum(map(self._num_blocks_for_missing, prompts))):
+        if not self._has_blocks_for(sequence, num_kept=self._num_kept_blocks()):
             return False
         self._take_cached_blocks(sequence)
         num_new = -(-sequence.num_given_tokens // self.config.block_size) - len(sequence.block_table)
@@ -334,40 +360,6 @@ class Scheduler:
         sequence.num_named_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.prompt_logprobs = PromptLogprobs()
-
-
-def _entry(sequence: Sequence, count: int) -> ScheduledSequence:
-    start = sequence.next_position
-    end = start + count
-    is_unknown = start == sequence.num_tokens  # the step in flight samples it
-    sampling = sequence.request.sampling
-    rows: tuple[SamplingRow, ...] = ()
-    if end == sequence.num_expected_tokens:
-        choices = (sequence.index,) if sequence.has_new_tokens else sequence.request.choices
-        rows = tuple(_sampling_row(sequence, choice) for choice in choices)
-    prompt_logprobs = None
-    if sampling.prompt_logprobs is not None and not sequence.prompt_reported and start < sequence.num_prompt_tokens - 1:
-        targets = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
-        prompt_logprobs = (sampling.prompt_logprobs, targets)
-    return ScheduledSequence(
-        token_ids=(UNKNOWN_TOKEN,) if is_unknown else sequence.token_ids[start:end],
-        start=start,
-        block_table=sequence.block_table[:],
-        rows=rows,
-        prompt_logprobs=prompt_logprobs,
-        input_row=sequence.sampled_row if is_unknown else None,
-    )
-
-
-def _sampling_row(sequence: Sequence, choice_index: int) -> SamplingRow:
-    return SamplingRow(
-        params=sequence.request.sampling,
-        choice_index=choice_index,
-        position=sequence.num_expected_tokens,
-        num_output_tokens=sequence.num_expected_tokens - sequence.num_prompt_tokens,
-        seen=sequence.seen_tokens(),
-        fixed=sequence.fixed_edits(),
-    )
 
 
 def _without_share(room: int, prompt: Sequence, next_prompt: Sequence | None) -> int:

@@ -58,6 +58,23 @@ def test_a_prompt_for_which_leases_leave_too_few_blocks_does_not_begin() -> None
     harness.engine.check_idle()
 
 
+def test_a_prompt_takes_no_block_that_one_under_way_still_needs() -> None:
+    """Else many short ones, whose leases outlive them, would have the long one preempted that shares its steps."""
+    harness = Harness(num_blocks=24, publish=True, max_num_batched_tokens=32)
+    harness.engine.add(request("long", prompt_of(160), role=KVRole.PRODUCE))
+    for number in range(4):
+        harness.engine.add(request(f"short {number}", prompt_of(16, 1 + number), role=KVRole.PRODUCE))
+    harness.run()
+    computed = [prompt.request_id for result in harness.results for prompt in result.prompts]
+    assert computed == ["short 0", "short 1", "long"] and harness.engine.load().num_preemptions == 0
+    for lease in ("long", "short 0", "short 1"):
+        harness.engine.release_lease(lease)
+    harness.run()
+    for number in range(2, 4):
+        harness.engine.release_lease(f"short {number}")
+    harness.engine.check_idle()
+
+
 def test_a_prompt_that_lacks_blocks_gets_them_before_requests_that_come_after_it() -> None:
     """Else requests whose KV arrives, which reserve their blocks first, could overtake it for ever."""
     prefill, decode = Harness(publish=True), Harness(num_blocks=16, max_num_batched_tokens=16)
@@ -187,7 +204,7 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_give
         harness.step()
     assert looked_up == [15], "once when it came, in 40 steps"
     harness.run()
-    assert looked_up == [15, 15, 15], "once more to see that it fits, and once to take them"
+    assert looked_up == [15] * 4, "twice more to see that it fits, and once to take them"
     assert harness.tokens["long", 0] == expected_output(long, 8)
 
 

@@ -1,6 +1,6 @@
 """How many tokens of prompts and decodes a step computes, and which."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -198,4 +198,40 @@ def test_a_share_is_kept_only_once_for_a_prompt_that_lacks_a_place() -> None:
     assert [harness.count_step() for _ in range(7)] == [32, 16, 32, 32, 32, 32, 8]
     harness.run()
     assert harness.tokens["short", 0] == expected_output(prompt_of(20, 1), 4)
+    harness.engine.check_idle()
+
+
+def test_a_prompt_that_lacked_a_place_gets_its_share_once_there_is_one() -> None:
+    harness = Harness(num_blocks=128, max_num_seqs=2, max_num_batched_tokens=64)
+    harness.engine.add(request("decoding", prompt_of(8, 2), 3))
+    harness.step()
+    harness.engine.add(request("long", prompt_of(600), 1))
+    harness.step()
+    harness.engine.add(request("short", prompt_of(20, 1), 1))
+    harness.step()
+    assert ("decoding", 0) in harness.finished
+    harness.step()
+    assert ("short", 0) in harness.finished and ("long", 0) not in harness.finished
+    harness.run()
+    assert harness.tokens["short", 0] == expected_output(prompt_of(20, 1), 1)
+    harness.engine.check_idle()
+
+
+def test_a_prompt_that_lacked_blocks_to_receive_gets_its_share_of_steps() -> None:
+    harness = Harness(num_blocks=82, max_num_batched_tokens=64)
+    harness.engine.add(request("decoding", prompt_of(32, 2), 3))
+    harness.step()
+    harness.engine.add(request("long", prompt_of(600), 1))
+    harness.step()
+    harness.engine.add(replace(request("short", prompt_of(24, 1), 1), receive=True))
+    harness.step()
+    assert ("decoding", 0) in harness.finished and harness.engine.load().num_requests_waiting == 1
+    harness.step()
+    admission = harness.admission("short")
+    harness.engine.start("short")
+    harness.engine.unpin([block.block_id for block in admission.missing])
+    harness.step()
+    assert ("short", 0) in harness.finished and ("long", 0) not in harness.finished
+    harness.run()
+    assert harness.tokens["short", 0] == expected_output(prompt_of(24, 1), 1)
     harness.engine.check_idle()
