@@ -29,7 +29,7 @@ from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.rpc.calls import Context
 from kvrelay.core.rpc.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, PromptOutput, StepResult
+from kvrelay.engine.request import Admission, EngineLoad, EngineRequest, KVRole, PromptOutput, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, deadline_after
@@ -70,9 +70,10 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._node = node
         self._active: dict[str, _Prefill] = {}
         self._leases = LeaseTable(
-            clock or MonotonicClock(), self._end_lease, on_sweep=self._end_stall, counts=node.lease_counts
+            clock or MonotonicClock(), self._end_lease, on_sweep=self._look_for_stall, counts=node.lease_counts
         )
         self._stall_watch = StallWatch()
+        self._look: asyncio.Future[EngineLoad] | None = None
 
     def attach(self, server: grpc.aio.Server) -> None:
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
@@ -141,10 +142,21 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._end_activity(lease_id)
         self._node.engine_thread.post(lambda engine: engine.release_lease(lease_id))
 
-    def _end_stall(self) -> None:
+    def _look_for_stall(self) -> None:
+        """Asks the engine how it is, unless it still owes an answer. Between two answers it makes a step if it can,
+        whereas what it reports by itself stays the same for as long as a step takes."""
+        if self._look is None:
+            self._look = self._node.engine_thread.call(lambda engine: engine.load())
+            self._look.add_done_callback(self._looked)
+
+    def _looked(self, look: "asyncio.Future[EngineLoad]") -> None:
+        self._look = None
+        if not look.cancelled() and look.exception() is None:  # as it is once the engine has stopped
+            self._end_stall(look.result())
+
+    def _end_stall(self, load: EngineLoad) -> None:
         """Ends the oldest lease early if requests wait for blocks that leases hold. The lease's reader computes what it
         then misses."""
-        load = self._node.event_log.load
         if not self._stall_watch.is_stalled(load):
             return
         oldest = next((lease_id for lease_id in self._leases if lease_id not in self._active), None)

@@ -1,6 +1,7 @@
 """Tells when requests wait for blocks that leases hold, perhaps for decode nodes that in turn wait for these requests.
 
-Only the end of a lease lets them go on then. Invariant: a load that changes as it should is no stall.
+Only the end of a lease lets them go on then. Invariant: a load that changes as it should is no stall. So each load has
+to be the engine's own answer, and the engine has had the chance of a step since the one before.
 """
 
 from kvrelay.engine.request import EngineLoad
@@ -16,15 +17,16 @@ class StallWatch:
         self._num_lacking = 0  # looks in a row at which the same request lacked room
 
     def is_stalled(self, load: EngineLoad) -> bool:
-        """Looks once more, at intervals of about a second. Tells whether requests wait and no step was made since the
-        last look, or the first of them has lacked room for `_PATIENT_LOOKS` while others overtake it; what is done
-        about a stall gets as many again to show."""
+        """Looks once more, at intervals of about a second. Tells whether requests wait, none runs and no step was made
+        since the last look, or the first of them has lacked room for `_PATIENT_LOOKS` while others overtake it; what is
+        done about a stall gets as many again to show."""
         seen, self._seen = self._seen, load
         still_lacks = load.first_lacking > 0 and load.first_lacking == seen.first_lacking
         self._num_lacking = self._num_lacking + 1 if still_lacks else 0
         if load.num_requests_waiting == 0:
             return False
-        nothing_moves = load.num_requests_running == 0 and load.num_steps == seen.num_steps
+        is_idle = load.num_requests_running == 0 and seen.num_requests_running == 0
+        nothing_moves = is_idle and load.num_steps == seen.num_steps
         if not nothing_moves and self._num_lacking < _PATIENT_LOOKS:
             return False
         self._num_lacking = 0

@@ -1,20 +1,16 @@
 """A prefill node between its router and its engine: a stream always ends, and leaves its lease or nothing."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import cast
 
 import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
-from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
-from kvrelay.core.rpc.calls import Context
-from kvrelay.core.rpc.wire import sampling_to_wire, source_to_wire
+from kvrelay.core.rpc.wire import source_to_wire
 from kvrelay.engine.request import Admission, StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
@@ -33,10 +29,7 @@ from tests.node.fake_node import (
     serving,
 )
 from tests.node.holders import Holder, LadderConnector
-
-PROMPT = list(range(100, 120))
-NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
-PATIENCE = 10.0
+from tests.node.prefill_calls import NO_CONTEXT, PATIENCE, PROMPT, prefill, prefill_request, release
 
 
 class LosingConnector(InProcessConnector):
@@ -50,25 +43,8 @@ class LosingConnector(InProcessConnector):
         await super().publish(blocks)
 
 
-def prefill_request(request_id: str, prompt: Sequence[int]) -> pb.PrefillRequest:
-    sampling = sampling_to_wire(SamplingParams(max_tokens=3, temperature=0.0, seed=0))
-    return pb.PrefillRequest(
-        request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, lease_ttl_ms=60_000
-    )
-
-
-def prefill(
-    service: PrefillService, request_id: str, prompt: Sequence[int] = PROMPT
-) -> AsyncGenerator[pb.PrefillEvent, None]:
-    return service.Prefill(prefill_request(request_id, prompt), NO_CONTEXT)
-
-
 async def num_leases(service: PrefillService) -> int:
     return await service._node.engine_thread.call(lambda engine: engine.load().num_leases)
-
-
-async def release(service: PrefillService, *lease_ids: str) -> None:
-    await service.ReleaseLeases(pb.ReleaseLeasesRequest(lease_ids=lease_ids), NO_CONTEXT)
 
 
 async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
@@ -195,78 +171,6 @@ async def test_a_request_that_may_become_too_long_is_left_to_another_node() -> N
         with pytest.raises(UnavailableError, match="node takes 512 tokens, not 513"):
             await anext(prefill(service, "a", [1] * 510))
         assert await num_leases(service) == 0
-        await node.check_idle()
-
-
-async def test_the_oldest_lease_ends_when_requests_wait_and_nothing_runs() -> None:
-    """With two routers, a prompt may wait here for the blocks that the other router's lease holds."""
-    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
-        async with aclosing(prefill(service, "a", [1] * 300)) as events:
-            async for _ in events:
-                pass
-        async with aclosing(prefill(service, "b", [2] * 300)) as events:
-            assert (await anext(events)).HasField("accepted")
-            version = -1
-            while node.event_log.load.num_requests_waiting == 0:
-                version = await node.event_log.changed(version)
-            service._leases.sweep()
-            service._leases.sweep()
-            assert list(service._leases) == ["b"]
-            rest = [event async for event in events]
-        assert sum(event.HasField("finished") for event in rest) == 1
-        await release(service, "b")
-        await node.check_idle()
-
-
-async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proceed() -> None:
-    """That is, unless requests wait, none runs and no step is made; and none whose stream is under way."""
-    runner = GatedRunner()
-    runner.gate.set()
-    async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
-        async with aclosing(prefill(service, "a")) as events:
-            async for _ in events:
-                pass
-        idle = node.event_log.load
-        stalled = replace(idle, num_requests_waiting=1)
-        for sweeps in (
-            [idle] * 12,
-            [replace(stalled, num_requests_running=1)] * 12,
-            [replace(stalled, num_steps=idle.num_steps + number) for number in range(1, 13)],
-        ):
-            for load in sweeps:
-                node.event_log.append([], [], load)
-                service._leases.sweep()
-        assert list(service._leases) == ["a"]
-        node.event_log.append([], [], sweeps[-1])
-        service._leases.sweep()
-        assert not service._leases and node.lease_counts.ended_early == 1
-        runner.gate.clear()
-        async with aclosing(prefill(service, "b", PROMPT[:10])) as events:
-            assert (await anext(events)).HasField("accepted")
-            node.event_log.append([], [], stalled)
-            for _ in range(3):
-                service._leases.sweep()
-            assert list(service._leases) == ["b"]
-            runner.gate.set()
-        await release(service, "b")
-        await node.check_idle()
-
-
-async def test_the_oldest_lease_ends_when_one_request_has_lacked_room_for_long_while_others_overtake_it() -> None:
-    """And the next one only after as long again."""
-    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
-        for lease_id in ("a", "b"):
-            async with aclosing(prefill(service, lease_id)) as events:
-                async for _ in events:
-                    pass
-        idle = node.event_log.load
-        # None lacks room for long, then one does, then another, then one that came before both, and that one for long.
-        for number, arrival in enumerate([0] * 12 + [7] * 9 + [8] * 9 + [6] * 21, start=1):
-            assert list(service._leases) == (["a", "b"] if number <= 41 else ["b"])
-            load = replace(idle, num_requests_waiting=1, num_requests_running=1, first_lacking=arrival)
-            node.event_log.append([], [], replace(load, num_steps=idle.num_steps + number))
-            service._leases.sweep()
-        assert not service._leases and node.lease_counts.ended_early == 2
         await node.check_idle()
 
 
