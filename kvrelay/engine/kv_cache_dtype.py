@@ -36,7 +36,7 @@ def choose_kv_scales(loaded: LoadedModel, kv_cache_dtype: KVCacheDType, *, calcu
             "FP8 KV cache with scales of 1: the checkpoint has none. K and V above 448 are cut off; "
             "calculate_kv_scales finds scales that fit the model"
         )
-        ones = torch.ones(loaded.config.num_layers, loaded.config.num_kv_heads)
+        ones = torch.ones(loaded.config.num_layers, loaded.config.num_kv_heads, dtype=torch.float32)
         scales = KVScales(ones, ones)
     return KVScales(scales.key.to(loaded.model.device), scales.value.to(loaded.model.device))
 

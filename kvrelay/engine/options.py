@@ -78,6 +78,8 @@ class EngineOptions:
                 f"max_num_batched_tokens {most_tokens} is less than max_num_seqs {self.max_num_seqs}, and a step could "
                 "not compute a token of every sequence; raise it, or lower max_num_seqs"
             )
+        if self.max_model_len == 1:
+            raise ConfigurationError("max_model_len 1 leaves no token for an answer; raise it, or leave it out")
         if 0 < held < self.max_model_len:
             raise ConfigurationError(
                 f"max_model_len {self.max_model_len} is more than {self.num_blocks} blocks of {self.block_size} tokens "

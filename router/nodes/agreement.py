@@ -5,7 +5,7 @@ what a request carries, and verify every block that they fetch.
 """
 
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv.connectors import needs_same_host
+from kvrelay.core.kv.connectors import is_between_devices, needs_same_host
 from kvrelay.core.kv.endpoints import parse_endpoints
 from kvrelay.core.node_report import PROTOCOL, NodeDescription, NodeRole
 
@@ -55,9 +55,12 @@ def _layout_parts(layout_id: str) -> tuple[str, str]:
 
 
 def _connector_difference(found: NodeDescription, expected: NodeDescription) -> str | None:
-    shared = set(found.connector.split(",")).intersection(expected.connector.split(","))
+    names, expected_names = set(found.connector.split(",")), set(expected.connector.split(","))
+    shared = names & expected_names
     if not shared:
-        return f"connector is {found.connector}, not {expected.connector}"
+        one_stages = ": one's KV is staged, set --kv-device-transfer staged for both"
+        remedy = one_stages if any(map(is_between_devices, names | expected_names)) else ""
+        return f"connector is {found.connector}, not {expected.connector}{remedy}"
     ours, theirs = _host(found), _host(expected)
     if ours == theirs or not all(map(needs_same_host, shared)):
         return None

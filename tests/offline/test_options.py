@@ -61,6 +61,7 @@ def test_a_value_that_an_option_cannot_have_is_refused(option: str, value: Any, 
             {"max_model_len": 65, "num_blocks": 4},
             "max_model_len 65 is more than 4 blocks .* to 64, or raise num_blocks",
         ),
+        ({"max_model_len": 1}, "max_model_len 1 leaves no token for an answer"),
         ({"calculate_kv_scales": True}, "calculate_kv_scales is for an FP8 KV cache: set kv_cache_dtype to fp8"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.layers.rotary import RopeKind, RopeParameters, inverse_frequencies
 from kvrelay.engine.startup import prepare_engine
 from kvrelay.offline.torch_devices import devices_set_for
 from tests.demo_model import DEMO_MODEL
@@ -82,3 +83,19 @@ def test_the_engine_is_built_and_steps_with_the_devices_set(monkeypatch: pytest.
     monkeypatch.setattr(Engine, "step", stepped)
     LLM(DEMO_MODEL, threads=1, num_blocks=64).generate("The capital of France is", GREEDY, progress=False)
     assert len(seen) > 4 and all(found == [torch.device("cpu")] for found in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_default_dtype_is_not_used(dtype: torch.dtype) -> None:
+    """Neither for the scales of FP8 KV nor for a dynamic rotary embedding."""
+    rope = RopeParameters(RopeKind.DYNAMIC, 10_000.0, 64, factor=3.0)
+    options: dict[str, Any] = {"threads": 1, "num_blocks": 64, "kv_cache_dtype": "fp8"}
+    frequencies = inverse_frequencies(rope, head_dim=16, max_positions=200)
+    expected = LLM(DEMO_MODEL, **options).generate("The capital of France is", GREEDY, progress=False)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(inverse_frequencies(rope, head_dim=16, max_positions=200), frequencies)
+        found = LLM(DEMO_MODEL, **options).generate("The capital of France is", GREEDY, progress=False)
+        assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -15,7 +15,8 @@ CONNECTORS = ("shared_memory", "ucx", "redis")
 """The connectors, in the only order in which they can be combined: shared memory comes first because it has to provide
 the pool's memory, and the store comes last because it is for blocks whose holders cannot be reached."""
 
-_OF_ONE_HOST = frozenset({"shared_memory", "cuda_ipc"})  # the second stands for the first where pools are on GPUs
+_BETWEEN_DEVICES = frozenset({"cuda_ipc"})  # which stands for shared_memory where pools are on GPUs
+_OF_ONE_HOST = frozenset({"shared_memory", *_BETWEEN_DEVICES})
 
 
 def parse_connectors(value: str) -> tuple[str, ...]:
@@ -40,6 +41,11 @@ def parse_connectors(value: str) -> tuple[str, ...]:
 def needs_same_host(name: str) -> bool:
     """Tells whether the connector called `name`, over host or device memory, reaches only nodes of its own host."""
     return name in _OF_ONE_HOST
+
+
+def is_between_devices(name: str) -> bool:
+    """Tells whether only nodes that move KV from device to device have the connector called `name`."""
+    return name in _BETWEEN_DEVICES
 
 
 def _checked(value: str) -> str:

@@ -109,7 +109,7 @@ def _powers(theta: float | Tensor, head_dim: int) -> Tensor:
 
 def _dynamic(rope: RopeParameters, head_dim: int, max_positions: int) -> Tensor:
     trained = rope.original_max_position_embeddings
-    lengths = torch.arange(1, max_positions + 1).clamp(min=trained)  # [max_positions]
+    lengths = torch.arange(1, max_positions + 1, dtype=torch.float32).clamp(min=trained)  # [max_positions]
     growth = (rope.factor * lengths / trained) - (rope.factor - 1)
     theta = rope.theta * growth ** (head_dim / (head_dim - 2))
     return 1.0 / _powers(theta[:, None], head_dim)

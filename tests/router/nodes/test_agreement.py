@@ -37,6 +37,13 @@ def test_nodes_that_share_a_connector_can_exchange(host: str) -> None:
     assert found == "connector is shared_memory, not ucx,redis"
 
 
+def test_nodes_of_which_one_stages_its_kv_are_told_what_to_set() -> None:
+    found = difference(node("cuda_ipc"), node("shared_memory"))
+    assert found == (
+        "connector is cuda_ipc, not shared_memory: one's KV is staged, set --kv-device-transfer staged for both"
+    )
+
+
 @pytest.mark.parametrize("connector", ["shared_memory", "cuda_ipc"])
 def test_mapped_memory_connects_nodes_of_one_host_only(connector: str) -> None:
     assert difference(node(connector), node(connector)) is None
