@@ -44,15 +44,16 @@ def test_a_likelier_token_with_the_text_of_the_sampled_one_is_shown(tokenizer: T
     assert CompletionFormat(tokenizer).logprobs([entry], [0])["top_logprobs"] == [{"\ufffd": -0.5}]
 
 
-def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> None:
-    """JSON has no infinity."""
-    entry = TokenLogprobs(5, -math.inf, 9, ((6, -math.inf),))
+@pytest.mark.parametrize("logprob", [-math.inf, math.nan])
+def test_a_token_that_cannot_occur_has_a_number(logprob: float, tokenizer: Tokenizer) -> None:
+    """JSON has no infinity, and no NaN."""
+    entry = TokenLogprobs(5, logprob, 9, ((6, logprob),))
     for shown in (
         CompletionFormat(tokenizer).logprobs([entry], [0]),
         ChatFormat(tokenizer).logprobs([entry], [0]),
     ):
         text = json.dumps(shown)
-        assert "Infinity" not in text and text.count(str(MIN_LOGPROB)) >= 2
+        assert "Infinity" not in text and "NaN" not in text and text.count(str(MIN_LOGPROB)) >= 2
 
 
 @pytest.mark.parametrize("shape_class", [ChatFormat, CompletionFormat])
