@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.core.kv.block_hash import SCHEME_VERSION, BlockHash, KVNamespace, block_hashes, next_block_hash
 
-DOCUMENT: dict[str, Any] = json.loads((Path(__file__).parents[2] / "proto" / "block_hash_vectors.json").read_text())
+DOCUMENT: dict[str, Any] = json.loads((Path(__file__).parents[3] / "proto" / "block_hash_vectors.json").read_text())
 VECTORS: list[dict[str, Any]] = DOCUMENT["vectors"]
 
 
