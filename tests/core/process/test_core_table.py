@@ -14,7 +14,7 @@ import pytest
 from kvrelay.core.process.core_table import CoreShare, CoreTable, cores_of
 from tests.manual_clock import ManualClock
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # Claims what it is told to, says so, and lives on.
 NODE = """

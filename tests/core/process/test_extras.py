@@ -22,6 +22,6 @@ def test_what_is_missing_comes_with_the_command_that_helps(capsys: pytest.Captur
 
 
 def test_the_modules_of_the_engine_are_those_that_its_extra_installs() -> None:
-    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     requirements = project["project"]["optional-dependencies"]["engine"]
     assert tuple(re.split(r"[^a-z]", requirement)[0] for requirement in requirements) == ENGINE_MODULES

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.core.process.weight_store import WeightStore
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATIENCE = 30.0
 
 # Has a turn, says so, and ends it once it is told to.
