@@ -23,8 +23,8 @@ class BlockPool:
     constant time per block. Misuse (a reference given back twice, a free block acquired) is our own fault and raises
     AssertionError.
 
-    `on_evict(block_ids)` is called before blocks lose their names, while `hash_of` still knows them. It must neither
-    change the pool nor raise.
+    `on_evict(block_ids)` is called before blocks lose their names, while `hash_of` still knows them, and once before
+    that if they are distrusted while a transfer holds them. It must neither change the pool nor raise.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[Sequence[int]], None]) -> None:
@@ -124,9 +124,15 @@ class BlockPool:
         _note(block_hash, into=self._stored, unless=self._removed)
 
     def distrust(self, block_ids: Iterable[int]) -> None:
-        """Has nobody find the content of these blocks any more. Whoever holds them keeps them. Their names are reported
-        by `drain_distrusted`."""
-        self._distrusted.update(block_id for block_id in block_ids if self._block_hashes[block_id] is not None)
+        """Has nobody find the content of these blocks any more, `on_evict` told at once. Whoever holds them keeps them.
+        Their names are reported by `drain_distrusted`."""
+        named = {block_id for block_id in block_ids if self._block_hashes[block_id] is not None}
+        pinned = [block_id for block_id in named - self._distrusted if self._pins[block_id]]
+        self._distrusted |= named
+        if (
+            pinned
+        ):  # a publication under way may still make them fetchable, until they lose their names with the last pin
+            self._on_evict(pinned)
         self._forget_distrusted()
 
     def hash_of(self, block_id: int) -> BlockHash | None:

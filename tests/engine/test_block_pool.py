@@ -157,13 +157,16 @@ def test_nobody_finds_what_is_distrusted_though_it_is_held() -> None:
     pool.pin([pinned])
     pool.release([pinned, cached])
     pool.distrust([pinned, cached, held, unnamed])
-    assert sorted(pool.evicted) == [(cached, name(2)), (held, name(3))]
+    assert sorted(pool.evicted) == [(pinned, name(1)), (cached, name(2)), (held, name(3))], "peers find none of them"
     assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
     assert pool.lookup([name(1)]) == [] and pool.is_distrusted(pinned)
     assert [pool.find(name(number)) for number in (1, 2, 3)] == [pinned, None, None], "its name is not free yet"
     pool.check_integrity()
+    pool.distrust([pinned])
+    assert len(pool.evicted) == 3, "told once"
     pool.unpin([pinned])
     assert pool.find(name(1)) is None
+    assert pool.evicted[3:] == [(pinned, name(1))], "what was being published meanwhile"
     assert (pool.drain_distrusted(), pool.drain_distrusted()) == ([name(1)], [])
     pool.release([held, unnamed])
     assert pool.drain_changes() == ([], []), "they came and went"
