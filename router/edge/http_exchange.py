@@ -32,6 +32,7 @@ BODY_BYTES_PER_SECOND = 64 * 1024
 DRAIN_BYTES = 16 * 1024 * 1024
 DRAIN_SECONDS = 5.0
 
+_PART_BYTES = 64 << 10  # of an event, that a client has to take in time
 _NO_CONTEXT = nullcontext()
 
 T = TypeVar("T")
@@ -175,10 +176,20 @@ class EventStream(Response):
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with closing(WriteDeadline(self._write_timeout)) as deadline:
-                with deadline:
-                    await send({"type": "http.response.body", "body": first, "more_body": True})
+                await _send_in_parts(send, first, deadline)
                 async for event in events:
+                    if len(event) > _PART_BYTES:
+                        await _send_in_parts(send, event, deadline)
+                        continue
                     with deadline:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
                 with deadline:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_in_parts(send: Send, event: bytes, deadline: WriteDeadline) -> None:
+    """Sends an event that a client may need long for, such as all log-probabilities of a prompt: it has to take each
+    part in time, not the whole."""
+    for begin in range(0, len(event), _PART_BYTES):
+        with deadline:
+            await send({"type": "http.response.body", "body": event[begin : begin + _PART_BYTES], "more_body": True})

@@ -42,7 +42,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return _error_response(error)
     if isinstance(error, HTTPException):
         message = (
-            f"{error.detail}: {request.method} {request.url.path[:100]}"
+            f"{error.detail}: {request.method} {request.scope['path'][:100]}"
             if error.status_code in (404, 405)
             else error.detail
         )

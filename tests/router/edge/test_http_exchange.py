@@ -57,6 +57,27 @@ async def test_a_client_that_takes_nothing_counts_as_disconnected(num_wanted: in
     assert closed.is_set() and num_taken == num_wanted + 1
 
 
+async def test_a_large_event_is_sent_in_parts_that_each_have_their_time() -> None:
+    large = b"data: %b\n\n" % (b"0123456789" * 100_000)
+    sent: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for event in (large, b"small", large):
+            yield event
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    await EventStream(events())({"type": "http"}, receive, send)
+    assert b"".join(sent) == large + b"small" + large
+    assert max(map(len, sent)) == 64 << 10 and b"small" in sent
+
+
 async def test_when_work_has_ended_nobody_waits_for_a_disconnect() -> None:
     async def receive() -> Message:
         await asyncio.Event().wait()
