@@ -23,7 +23,8 @@ from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
-from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor, write_line
+from kvrelay.cli.standard_error import StandardError
+from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 from kvrelay.cli.thread_environment import thread_environment
 from kvrelay.core.config.fields import ENV_PREFIX, flag_of, variable_of
 from kvrelay.core.config.option_types import MOST_THREADS
@@ -39,6 +40,8 @@ from kvrelay.core.process.listening import check_port
 from kvrelay.engine.loading.config_json import read_config
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
+
+_standard_error = StandardError()
 
 
 def _threads(value: object) -> object:
@@ -114,20 +117,20 @@ def serve(argv: Sequence[str]) -> int:
         directory = resolve_model_directory(settings.model)
         read_config(directory / "config.json")
         refuse_without_tokenizer(directory)
+        return asyncio.run(_serve(settings))
     except (ConfigurationError, ModelLoadError) as error:
         print(f"kvrelay serve: {error}", file=sys.stderr)
         return 1
-    return asyncio.run(_serve(settings))
 
 
 async def _serve(settings: ServeSettings) -> int:
-    cluster = asyncio.create_task(_run_cluster(settings))
     loop = asyncio.get_running_loop()
+    if settings.supervised:
+        on_stdin_closed(lambda: cluster.cancel())
+    cluster = asyncio.create_task(_run_cluster(settings))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
             loop.add_signal_handler(number, _end, cluster, number)
-    if settings.supervised:
-        on_stdin_closed(cluster.cancel)
     try:
         await cluster
     except asyncio.CancelledError:
@@ -149,7 +152,7 @@ def _end(cluster: "asyncio.Task[None]", number: int) -> None:
 async def _run_cluster(settings: ServeSettings) -> None:
     # Not for settings, which core/config/settings.py has read: children get it explicitly, without our own variables.
     environment = child_environment(os.environ)
-    async with Supervisor(stop_timeout=settings.stop_timeout) as supervisor:
+    async with Supervisor(stop_timeout=settings.stop_timeout, on_line=_standard_error.write) as supervisor:
         cores = available_cores()
         num_nodes, threads = settings.num_nodes, settings.node_threads(cores)
         table = create_core_table(cores, num_nodes, threads, say=_say) if settings.lend_cores else None
@@ -297,9 +300,9 @@ def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
 
 
 def _say(message: str) -> None:
-    write_line("serve", message)
+    _standard_error.write("serve", message)
 
 
 def _note(event: str) -> None:
     """Says what has happened, with the time as in the lines of the log beside it."""
-    write_line("serve", f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {event}")
+    _standard_error.write("serve", f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {event}")

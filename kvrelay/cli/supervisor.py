@@ -12,13 +12,13 @@ import json
 import os
 import re
 import signal
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from kvrelay.cli.standard_error import StandardError
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.tasks import end_tasks
@@ -30,6 +30,8 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0  # before a restart, doub
 _HURRY_SECONDS = 3.0  # between a second signal and SIGKILL
 _POLL_SECONDS = 0.2  # between two looks whether a child has ended whose pipes are still open
 _MAX_LINE_BYTES = 1 << 16
+# Below 3.12 asyncio starts a thread for each process, which can lack room as well.
+_NO_PROCESS = (OSError, RuntimeError)
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars rewrite their line with \r
 
 ReadyLine = Mapping[str, object]
@@ -128,7 +130,7 @@ class Supervisor:
         """Takes the seconds between SIGTERM and SIGKILL, and a function that gets a child's name and each of its
         lines."""
         self._stop_timeout = stop_timeout
-        self._on_line = on_line or write_line
+        self._on_line = on_line or StandardError().write
         self._groups: list[list[Child]] = []
 
     async def __aenter__(self) -> "Supervisor":
@@ -150,7 +152,7 @@ class Supervisor:
         for command in commands:
             try:
                 group.append(await self._spawn(command))
-            except OSError as error:
+            except _NO_PROCESS as error:
                 raise ChildFailedError(_start_report(command, error, "before the cluster was ready")) from error
         deadline = asyncio.get_running_loop().time() + timeout
         pending = list(group)
@@ -223,7 +225,7 @@ class Supervisor:
             serves_since = clock()
             try:
                 child = await self._replace(child, command)
-            except OSError as error:  # the machine has no process or no memory left for one: a start that failed
+            except _NO_PROCESS as error:  # a start that failed
                 report = partial(_start_report, command, error)
                 continue
             report = partial(_exit_report, child)
@@ -273,14 +275,6 @@ class Supervisor:
         return Child(command, process, self._on_line)
 
 
-def write_line(name: str, line: str) -> None:
-    """Writes a line to our standard error, under the name of whom it is from. If nobody reads there any more, or the
-    disk is full, the line is lost: a child whose lines were not taken would stop at its next one."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"[{name}] {line}\n")
-        sys.stderr.flush()
-
-
 async def _exit_status(process: asyncio.subprocess.Process) -> int:
     """Returns the exit status once the process has ended. `Process.wait` alone may also wait for its pipes to be closed
     (Python 3.11), which a grandchild may hold."""
@@ -310,7 +304,7 @@ def _exit_report(child: Child, circumstance: str) -> str:
     return f"{child.command.name} {how} {circumstance}." + (f" Its last lines:{lines}" if lines else "")
 
 
-def _start_report(command: ChildCommand, error: OSError, circumstance: str) -> str:
+def _start_report(command: ChildCommand, error: Exception, circumstance: str) -> str:
     return f"{command.name} could not be started ({error}) {circumstance}."
 
 

@@ -53,6 +53,10 @@ _OF_SERVERS = ("config", "model")
 
 _Settings = TypeVar("_Settings", bound="ProcessSettings")
 
+_NOTHING = "\0nothing"
+"""How a flag would say that it has no value. No argument can be this; pydantic-settings' own word is None, which may be
+a prompt."""
+
 
 class ProcessSettings(BaseSettings):
     """Base of every process's settings. The docstring of a subclass opens its `--help`.
@@ -74,6 +78,7 @@ class ProcessSettings(BaseSettings):
         cli_implicit_flags=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
+        cli_parse_none_str=_NOTHING,
         cli_exit_on_error=False,
         protected_namespaces=(),
     )
@@ -161,7 +166,7 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
         self._placeholders = {name: placeholder_of(field) for name, field in fields.items()}
 
     def _get_help_string(self, action: Action) -> str:
-        said = re.sub(r" \(default: (None|\(\)|\**)\)$", "", action.help or "")
+        said = re.sub(rf" \(default: ({_NOTHING}|\(\)|\**)\)$", "", action.help or "")
         return re.sub(r"\(default: \((.+)\)\)$", lambda match: f"(default: {_as_written(match[1])})", said)
 
     def _metavar_formatter(self, action: Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
@@ -190,6 +195,7 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
             formatter_class=partial(_HelpFormatter, cls.model_fields),
             parse_args_method=partial(_parse_arguments, cls.model_fields),
         )
+        flags.env_ignore_empty = False  # one that is given empty wins, too
         settings = CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
         _check_arguments(settings)
         return settings

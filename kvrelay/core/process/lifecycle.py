@@ -13,6 +13,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from kvrelay.core.errors import ConfigurationError
+
 
 class StopSignals:
     """Two events: `stop` is set by SIGINT or SIGTERM, `hurry` by the second of them. SIGHUP, which a closed terminal
@@ -50,7 +52,8 @@ def raise_open_files_limit() -> int:
 
 
 def on_stdin_closed(action: Callable[[], object]) -> None:
-    """Calls `action` when standard input ends, which it does whenever the parent process has ended."""
+    """Calls `action` when standard input ends, which it does whenever the parent process has ended. Raises
+    ConfigurationError for a standard input of which nobody is told that it ends."""
     loop = asyncio.get_running_loop()
     descriptor = sys.stdin.fileno()
 
@@ -59,7 +62,13 @@ def on_stdin_closed(action: Callable[[], object]) -> None:
             loop.remove_reader(descriptor)
             action()
 
-    loop.add_reader(descriptor, on_input)
+    try:
+        loop.add_reader(descriptor, on_input)
+    except OSError as error:  # EPERM: epoll takes neither files nor /dev/null
+        raise ConfigurationError(
+            f"--supervised: standard input ({error.strerror}) does not tell when the program that started this one "
+            "ends; let it be a pipe, or leave --supervised out"
+        ) from error
 
 
 def announce_ready(**fields: object) -> None:

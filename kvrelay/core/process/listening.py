@@ -9,7 +9,10 @@ from kvrelay.core.errors import ConfigurationError
 def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
     """Returns a socket at this address that does not listen yet; port 0 draws a free one. `flag` is the flag that sets
     the port. Raises ConfigurationError, which names the flag to change, when nothing can listen there."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:  # the kernel has no IPv6
+        raise ConfigurationError(_reason(host, port, flag, error)) from error
     try:
         # A port whose last connections are still being closed is free.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

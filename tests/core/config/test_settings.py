@@ -316,3 +316,15 @@ def test_a_secret_that_is_wrong_is_not_printed_either(capsys: pytest.CaptureFixt
     path.write_text("redis_url: [redis://:hunter2@host]\n")
     text = failure(capsys, "m", "--config", str(path))
     assert "--redis-url: must be one text" in text and "hunter2" not in text
+
+
+def test_a_flag_that_is_given_empty_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "sample.yaml"
+    path.write_text("model: m\ndecode_nodes: [a:1]\n")
+    assert load("--config", str(path)).decode_nodes == ("a:1",)
+    assert load("--config", str(path), "--decode-nodes=").decode_nodes == ()
+
+
+def test_the_word_none_is_a_text() -> None:
+    assert load_settings(CompleteSettings, ["None"], prog="kvrelay complete").prompt == "None"
+    assert load_settings(ChatSettings, ["None"], prog="kvrelay chat").message == "None"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.process.lifecycle import StopSignals
 
 READY = """
@@ -100,3 +101,11 @@ async def test_a_supervised_process_hurries_when_it_is_asked_in_both_ways(
             await (signals.hurry if signal_first else signals.stop).wait()
             await signalled(signal.SIGTERM)
             assert signals.hurry.is_set()
+
+
+async def test_a_standard_input_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as systemd's: who starts a supervised process there would believe that it ends with it."""
+    with os.fdopen(os.open(os.devnull, os.O_RDONLY)) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(ConfigurationError, match=r"--supervised: standard input .* let it be a pipe"):
+            StopSignals(supervised=True)

@@ -1,5 +1,7 @@
 """What is said when nothing can listen at an address."""
 
+import errno
+import os
 import socket
 
 import pytest
@@ -56,3 +58,12 @@ def test_an_address_of_its_own_stands_without_brackets() -> None:
 def test_a_foreign_address_is_told_from_a_taken_port(host: str) -> None:
     with pytest.raises(ConfigurationError, match=f"cannot listen on {host}:0: .*--host has to be an address of this"):
         check_port(host, 0, flag="--port")
+
+
+def test_a_kernel_without_ipv6_is_told_like_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*arguments: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", unsupported)
+    with pytest.raises(ConfigurationError, match=r"cannot listen on \[::\]:80: .* not supported.*; --host has to be"):
+        bound_socket("::", 80, flag="--port")
