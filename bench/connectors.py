@@ -239,14 +239,21 @@ def bare_ucxx(place: Place) -> Yardstick:
 
 
 async def redis(place: Place, url: str) -> Figure:
+    """Prints and returns the rate. Ends this process with status 1 when a byte is wrong."""
     prefix = f"bench-{place.layout.block_bytes}"
     settings = ConnectorSettings(redis=RedisSettings(url=url, key_prefix=prefix, ttl_seconds=60))
     pool = place.pool("redis", "bench", settings)
     try:
+        rows = place.rows(pool)
+        rows.copy_(place.content())
         await pool.connector.publish(named_blocks(place.count))
+        rows.zero_()  # what is there later has come from Redis
         rate = await fetch_rate(pool.connector, None, named_blocks(place.count), place.layout.block_bytes)
+        is_right = torch.equal(rows.cpu(), place.content())
     finally:
         await pool.connector.close()
+    if not is_right:
+        sys.exit(f"redis on {place.device}: wrong bytes arrived")
     print(f"redis         {place.size:>8}: {rate / 1e9:6.2f} GB/s")
     return Figure(f"redis, {place.size}", rate / 1e9, "GB/s")
 

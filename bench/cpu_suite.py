@@ -12,6 +12,7 @@ measurement fails, whether or not targets are met.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -32,7 +33,7 @@ from bench.arguments import positive, script_parser
 from bench.cpu.report import Result, Values, add_result, medians, read_results, report
 from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
 from bench.figures import Figure, read_figures
-from bench.peers.processes import descendants
+from bench.peers.processes import descendants, exit_on_signals
 from bench.python_speed import loop_nanoseconds
 from kvrelay.bench.result import environment
 from kvrelay.core.process.cgroup import available_cores
@@ -41,6 +42,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_SECONDS = 2 * 3600.0  # that one command may take
 _END_SECONDS = 240.0  # that it may take to end its servers: three at most, each for up to a minute
 _INTERRUPTED = "interrupted"
+_SOURCES = (".cpp", ".h", ".inl")  # that the kernels are made of, as the Makefile says
 _CHANGED = "+"  # behind a commit whose files have been changed
 
 
@@ -73,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--output: cannot write {arguments.output}: {error.strerror}")
     found = _results(parser, "--output", arguments.output)
+    if newer := _newer_than_extension(_ROOT / "kernels"):
+        parser.error(f"{newer} is newer than the compiled kernels, which would be measured: run `make` first")
     return _measure_all([one for one in MEASUREMENTS if one.name in wanted], found, arguments)
 
 
@@ -153,9 +157,10 @@ def _measure(
                 break
         written = [file for file in files if file.exists()]
         if isinstance(measurement, Comparison):
-            body = json.loads(written[0].read_text()) if written else {"ratios": [], "peer": {}}
+            body = json.loads(written[0].read_text()) if written else {"ratios": [], "peer": {}, "measurements": []}
             ratios = tuple(map(_ratio, body["ratios"]))
-            return Result(measurement.name, shown, commit, here, ratios, problem, body["peer"])
+            flaws = tuple(dict.fromkeys(_flaws(body["measurements"])))
+            return Result(measurement.name, shown, commit, here, ratios, problem, body["peer"], flaws)
         figures = tuple(_figures([read_figures(file) for file in written]))
         return Result(measurement.name, shown, commit, here, figures, problem)
 
@@ -196,7 +201,7 @@ def _run(command: Sequence[str]) -> str:
         except subprocess.TimeoutExpired:
             _end(process, signal.SIGTERM)
             return f"ended after {_LONGEST_SECONDS:g} s"
-        except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C, or another signal, whose handler is below
+        except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C, or another signal (`exit_on_signals`)
             _end(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             return _INTERRUPTED
         except BaseException:
@@ -223,6 +228,13 @@ def _ratio(entry: Mapping[str, Any]) -> Values:
     return Values(name, tuple(entry["by_round"]), unit, entry["ours"], entry["theirs"])
 
 
+def _flaws(measurements: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the flaws of what `bench.peers` writes, with the run of each."""
+    for one in measurements:
+        for flaw in one["flaws"]:
+            yield f"round {one['round'] + 1}, {one['engine']}, {one['workload']}: {flaw}"
+
+
 def _figures(runs: Sequence[Sequence[Figure]]) -> Iterator[Values]:
     """Yields the figures of several runs of a script, each with all of its values."""
     values = [{figure.name: figure.value for figure in run} for run in runs]
@@ -247,6 +259,16 @@ def _products() -> str:
     return "none of ours" if native is None else native.available_instruction_sets()[0]
 
 
+def _newer_than_extension(kernels: Path) -> Path | None:
+    """Returns a source of the kernels that has been changed since they were compiled, if there is one and they are."""
+    found = importlib.util.find_spec("paged_kernels._native")
+    if found is None or found.origin is None:
+        return None
+    compiled = Path(found.origin).stat().st_mtime
+    sources = [file for file in (kernels / "csrc").rglob("*") if file.suffix in _SOURCES]
+    return next((file for file in (kernels / "CMakeLists.txt", *sources) if file.stat().st_mtime > compiled), None)
+
+
 def _commit() -> str:
     """Returns the commit that is checked out, with + behind it if files have been changed since."""
 
@@ -261,7 +283,5 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has the second one ignored
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that what runs is ended, too
+    exit_on_signals()
     sys.exit(main())

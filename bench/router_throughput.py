@@ -78,7 +78,7 @@ def throughput(url: str, router: int, options: argparse.Namespace) -> list[Figur
 
 def throughput_by_wrk(url: str, options: argparse.Namespace) -> Figure:
     """Prints and returns what wrk measures: it counts whole responses, each of which has a known number of tokens.
-    Raises UnavailableError when wrk fails."""
+    Raises UnavailableError when wrk or a request fails."""
     body = {"model": MODEL, "prompt": [70] * 32, "max_tokens": options.output_len, "temperature": 0, "stream": True}
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(WRK_SCRIPT.replace("{body}", json.dumps(body | {"ignore_eos": True})))
@@ -89,8 +89,8 @@ def throughput_by_wrk(url: str, options: argparse.Namespace) -> Figure:
         except subprocess.TimeoutExpired:
             raise UnavailableError("wrk did not end within two minutes") from None
     output = done.stdout
-    if done.returncode != 0 or "Non-2xx" in output:
-        raise UnavailableError(f"wrk failed with status {done.returncode}:\n{output}{done.stderr}")
+    if done.returncode != 0 or "Non-2xx" in output or "Socket errors:" in output:
+        raise UnavailableError(f"wrk failed, or requests did (status {done.returncode}):\n{output}{done.stderr}")
     [line] = [line for line in output.splitlines() if line.startswith("Requests/sec")]
     rate = float(line.split()[1]) * options.output_len
     print(f"http by wrk, {options.concurrency} streams: {rate:8.0f} tokens/s", flush=True)

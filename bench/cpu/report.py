@@ -30,7 +30,8 @@ class Values:
 class Result:
     """One measurement, as it was made. `commit` ends with + if files had been changed since. `environment` is the
     machine; its `loop_ns` says how fast that was before (`bench/python_speed.py`). `problem` says why figures are
-    missing, and is empty if none are. `peer` has the packages and options of the other engine, if there is one."""
+    missing, and is empty if none are. `peer` has the packages and options of the other engine, if there is one. `flaws`
+    are those of the runs of a comparison."""
 
     measurement: str
     commands: tuple[str, ...]
@@ -39,6 +40,7 @@ class Result:
     figures: tuple[Values, ...]
     problem: str = ""
     peer: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    flaws: tuple[str, ...] = ()
 
 
 def add_result(path: Path, result: Result) -> None:
@@ -55,7 +57,8 @@ def read_results(path: Path) -> dict[str, Result]:
         try:
             entry = json.loads(line)
             figures = tuple(Values(**{**one, "values": tuple(one["values"])}) for one in entry.pop("figures"))
-            result = Result(**{**entry, "commands": tuple(entry["commands"])}, figures=figures)
+            tuples = {"commands": tuple(entry["commands"]), "flaws": tuple(entry.get("flaws", ()))}
+            result = Result(**{**entry, **tuples}, figures=figures)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} of {path} is no result of the suite") from error
         found[result.measurement] = result
@@ -70,7 +73,7 @@ def verdict(target: Target, values: Sequence[float]) -> bool | None:
 
 def report(columns: Mapping[str, Mapping[str, Result]]) -> str:
     """Returns a table in Markdown, with a line for each figure and a column for the results of each file, and below it
-    where they come from, what failed, and what none of the files has."""
+    where they come from, what failed or is flawed, and what none of the files has."""
     missing = [one.name for one in MEASUREMENTS if not any(one.name in results for results in columns.values())]
     lines = [f"| measurement | figure | target | {' | '.join(columns)} |", "|---|---|---|" + "---|" * len(columns)]
     for measurement in MEASUREMENTS:
@@ -87,6 +90,7 @@ def report(columns: Mapping[str, Mapping[str, Result]]) -> str:
         if turns:
             lines.append(f"{name}: a turn of a Python loop took {min(turns):.0f} to {max(turns):.0f} ns")
         lines += [f"{name}: {one.measurement}: {one.problem}" for one in results.values() if one.problem]
+        lines += [f"{name}: {one.measurement}: {flaw}" for one in results.values() for flaw in one.flaws]
     return "\n".join([*lines, *([f"not measured: {', '.join(missing)}"] if missing else [])])
 
 

@@ -6,7 +6,6 @@ Whatever ends a run, Ctrl-C or a failure: what has been measured by then is prin
 import json
 import os
 import shlex
-import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from bench.peers.in_process import InProcessComparison, InProcessPeer, KvrelayOf
 from bench.peers.kvrelay_server import Kvrelay
 from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.openvino_genai import OpenVinoGenAi
+from bench.peers.processes import exit_on_signals
 from bench.peers.transformers_serve import TransformersServe
 from bench.peers.vllm_cpu import VllmCpu
 from bench.peers.vllm_nixl import VllmNixl
@@ -142,7 +142,7 @@ class PeersSettings(ProcessSettings):
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(PeersSettings, argv, prog="python -m bench.peers")
     drop_settings()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended, too
+    exit_on_signals()
     try:
         measure_and_report(settings, _comparison(settings, settings.directory.resolve()))
     except (PeerError, KVRelayError) as error:
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_and_report(settings: PeersSettings, comparison: Comparison | InProcessComparison) -> None:
-    """Measures, prints a table, and writes the JSON file; the last two also when measuring raises, as `run` of the
+    """Measures, writes the JSON file, and prints a table; the last two also when measuring raises, as `run` of the
     comparison says. The file then says that it is not complete."""
     findings = Findings(say)
     is_complete = False
@@ -168,10 +168,10 @@ def measure_and_report(settings: PeersSettings, comparison: Comparison | InProce
     finally:
         if findings.measurements:
             found = ratios(findings.measurements, comparison.ours.name, comparison.peer.name)
-            say(render(found, comparison.ours.name, comparison.peer.name))
             if settings.json_file is not None:
                 body = as_json(settings, findings, found, is_complete=is_complete)
                 settings.json_file.write_text(json.dumps(body, indent=2) + "\n")
+            say(render(found, comparison.ours.name, comparison.peer.name))  # last: a closed terminal takes nothing
             if not is_complete:
                 say("not complete: the run ended early")
 

@@ -15,6 +15,7 @@ from bench.peers.base import Engine, PeerError, Server
 from bench.peers.processes import PeakMemory, await_rest
 from bench.peers.work import Work, check_work, work_of
 from bench.peers.workloads import Figure, figures_of, settings_of
+from bench.whole_run import flaws_of
 from kvrelay.bench.measure import measure
 
 _REST_SECONDS = 30.0
@@ -24,16 +25,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure of one engine in one round."""
+    """One figure of one engine in one round. `flaws` are those of the run that it comes from (bench/whole_run.py)."""
 
     engine: str
     round: int
     workload: str  # empty for figures of the server itself
     figure: Figure
+    flaws: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = f"{self.workload or '-':<2}  {self.figure.title:<24}"
-        return f"round {self.round + 1}  {self.engine:<22}  {what}  {self.figure.value:9.2f}"
+        flaws = f"  ({', '.join(self.flaws)})" if self.flaws else ""
+        return f"round {self.round + 1}  {self.engine:<22}  {what}  {self.figure.value:9.2f}{flaws}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Comparison:
         may_end_early = not server.takes_ignore_eos
         findings.add_work(work_of(engine.name, number, workload, result.records, may_end_early=may_end_early))
         for figure in figures_of(workload, result):
-            findings.add(Measurement(engine.name, number, workload, figure))
+            findings.add(Measurement(engine.name, number, workload, figure, flaws_of(result)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ from bench.peers.base import PeerError, Server, Setup
 from bench.peers.compare import Findings, Measurement, order_of_round
 from bench.peers.processes import PeakMemory, tail
 from bench.peers.work import Work
-from bench.peers.workloads import Figure, settings_of
+from bench.peers.workloads import CONCURRENCY, Figure, scaled, settings_of
 
 WORKLOADS = ("A", "B")
 OUTPUT_TOKENS = 64
-CONCURRENCY = 16
 WORKER_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.1  # a worker with a tiny model is done within two seconds
 
@@ -94,7 +93,8 @@ class InProcessComparison:
 
     def _measure(self, engine: Worker, prompts: Prompts, number: int, findings: Findings) -> None:
         job = self.scratch / "job.json"
-        job.write_text(json.dumps({"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "concurrency": CONCURRENCY}))
+        concurrency = scaled(CONCURRENCY, self.scale)
+        job.write_text(json.dumps({"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "concurrency": concurrency}))
         command = [*engine.command(self.directory_of(engine), self.model), str(job)]
         with PeakMemory(_SAMPLE_SECONDS) as memory:
             found = run_job(command, self.scratch / "worker.log")

@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.peers.base import PeerError, PromptFormat, Server, Setup
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, run, serving
+from kvrelay.core.process.cgroup import available_cores
 
 VERSION = "0.3.16"
 SOURCE_PACKAGE = f"llama-cpp-python=={VERSION}"
@@ -29,7 +30,7 @@ class LlamaCpp:
 
     @property
     def setup(self) -> Setup:
-        return Setup(_INSTALLED, (*_SERVER_OPTIONS, *self.arguments, *_BUILD_OPTIONS))
+        return Setup(_INSTALLED, (*_SERVER_OPTIONS, *_threads(), *self.arguments, *_BUILD_OPTIONS))
 
     def is_installed(self, directory: Path) -> bool:
         return Environment(directory).is_installed(_INSTALLED) and _server(directory).exists()
@@ -57,10 +58,17 @@ class LlamaCpp:
         url = f"http://127.0.0.1:{port}"
         command = [str(_server(directory)), "--model", str(_as_gguf(directory, model)), "--alias", model.name]
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
-        command += [*_SERVER_OPTIONS, *self.arguments]
+        command += [*_SERVER_OPTIONS, *_threads(), *self.arguments]
         with serving(command, directory / f"{self.name}.log", f"{url}/health") as seconds:
             # Its HTTP library closes a connection after five requests.
             yield Server(url, model.name, seconds, keeps_connections=False)
+
+
+def _threads() -> tuple[str, ...]:
+    """Returns how many threads the server has: by itself it counts the physical cores of the machine, whatever affinity
+    and quotas leave of them."""
+    cores = str(available_cores())
+    return "--threads", cores, "--threads-batch", cores
 
 
 def _as_gguf(directory: Path, model: Path) -> Path:

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -25,6 +26,18 @@ _SAMPLE_SECONDS = 2.0
 _TAIL_LINES = 25
 _REST_SECONDS = 0.5
 _REST_SHARE = 0.1  # of a core
+
+
+# Our servers are on this machine, whatever proxy the environment names for the way out.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def exit_on_signals() -> None:
+    """Has SIGTERM, and SIGHUP as of a terminal that is closed, end this process in order, so that what it has started
+    ends, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has the second one ignored
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def run(command: Sequence[str], log: Path, *, seconds: float = RUN_SECONDS) -> None:
@@ -184,7 +197,7 @@ def descendants(root: int) -> list[int]:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with _OPENER.open(url, timeout=5) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

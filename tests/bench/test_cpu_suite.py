@@ -71,8 +71,10 @@ def test_what_is_whole_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_what_a_comparison_writes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measured = [Measurement(one, 0, "A", Figure("TTFT p50, ms", value)) for one, value in (("we", 1.0), ("they", 4.0))]
-    body = as_json(PeersSettings(peer="llama-cpp"), Findings(print), ratios(measured, "we", "they"), is_complete=True)
+    measured = [Measurement("we", 0, "A", Figure("TTFT p50, ms", 1.0), ("too few",))] * 2
+    measured.append(Measurement("they", 0, "A", Figure("TTFT p50, ms", 4.0)))
+    findings = Findings(print, measured)
+    body = as_json(PeersSettings(peer="llama-cpp"), findings, ratios(measured, "we", "they"), is_complete=True)
     commands: list[Sequence[str]] = []
 
     def run(command: Sequence[str]) -> str:
@@ -86,6 +88,8 @@ def test_what_a_comparison_writes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert cpu_suite.main(["--output", str(output), "--directory", str(tmp_path)]) == 0
     found = read_results(output)["it"]
     assert found.figures == (Values("A TTFT p50", (0.25,), "ms", 1.0, 4.0),)
+    assert found.flaws == ("round 1, we, A: too few",)
+    assert "suite: it: round 1, we, A: too few" in report({"suite": {"it": found}})
     assert found.commands == ("python -m bench.peers --peer llama-cpp --rounds 3",)
     assert any(one.startswith("llama-cpp-python==") for one in found.peer["requirements"])
     assert commands[0][:-1] == [*found.commands[0].split()[1:], "--directory", str(tmp_path), "--json-file"]
@@ -231,9 +235,31 @@ def test_arguments_that_can_not_be_are_explained(
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("source", ["CMakeLists.txt", "csrc/simd/it.inl"])
+def test_kernels_older_than_their_sources_are_not_measured(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "kernels" / "csrc" / "simd").mkdir(parents=True)
+    monkeypatch.setattr(cpu_suite, "_ROOT", tmp_path)
+    for name in ("CMakeLists.txt", "csrc/simd/it.inl", "csrc/README.md"):
+        (tmp_path / "kernels" / name).touch()
+        os.utime(tmp_path / "kernels" / name, (1, 1))
+    os.utime(tmp_path / "kernels" / "csrc" / "README.md")  # `make` does not look at it
+    given(monkeypatch)
+    arguments = ["--output", str(tmp_path / "suite.jsonl")]
+    assert cpu_suite.main(arguments) == 0
+    os.utime(tmp_path / "kernels" / source)
+    with pytest.raises(SystemExit) as ended:
+        cpu_suite.main(arguments)
+    assert ended.value.code == 2
+    assert f"kernels/{source} is newer than the compiled kernels, which would be" in capsys.readouterr().err
+    assert cpu_suite.main(["--list"]) == 0
+
+
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "suite.jsonl"
-    written = result("router", [Values("A TTFT p50", (0.5, 0.25), ours=1.5, theirs=3.0)])
+    values = Values("A TTFT p50", (0.5, 0.25), ours=1.5, theirs=3.0)
+    written = replace(result("router", [values]), flaws=("round 1, ours, A: too few",))
     add_result(path, written)
     assert read_results(path) == {"router": written}
     assert len(json.loads(path.read_text())["figures"]) == 1

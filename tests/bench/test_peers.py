@@ -1,5 +1,6 @@
 """bench/peers without a peer: prompts that count the same in both forms, ratios, our worker, and what is refused."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,6 +25,7 @@ from bench.peers.environment import Environment
 from bench.peers.in_process import InProcessPeer
 from bench.peers.llama_cpp import SOURCE_PACKAGE, LlamaCpp
 from bench.peers.processes import await_rest, run, started
+from bench.peers.vllm_cpu import VllmCpu
 from bench.peers.vllm_nixl import FEW_CORES
 from bench.peers.worker_kvrelay import figures_of_job
 from bench.peers.workloads import Figure, settings_of, vocabulary_settings
@@ -30,6 +33,8 @@ from bench.random_model import kept_model, write_byte_tokenizer, write_random_mo
 from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 from kvrelay.bench.settings import ServeBenchSettings
+from kvrelay.engine import pool_size
+from tests.bench.servers import answering
 
 
 def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> None:
@@ -52,11 +57,8 @@ def test_settings_of_the_shell_change_no_workload(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("KVRELAY_ENDPOINT", "chat")
     monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "4")  # our cluster would have it, and the peer would not
     monkeypatch.setattr(peers, "_comparison", Mock(side_effect=PeerError("not installed here")))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert peers.main(["--rounds", "1"]) == 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr(peers, "exit_on_signals", lambda: None)
+    assert peers.main(["--rounds", "1"]) == 1
     assert not any(name.startswith("KVRELAY_") for name in os.environ)
     server = Server("http://127.0.0.1:1", "m", 0.0)
     settings = settings_of("D", server, {"vocab_size": 4096}, seed=0, scale=1.0)
@@ -76,6 +78,14 @@ def test_workloads_of_equal_and_of_other_seeds_share_no_prompt() -> None:
             requests = [request for session in plan.sessions for request in session.requests]
             beginnings += [tuple(builder.token_ids(request.segments)[:16]) for request in requests]
     assert len(set(beginnings)) == len(beginnings) == 2 * (6 + 32)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.05, 0.01])
+def test_a_scaled_load_has_enough_requests_to_run_at_a_time(scale: float) -> None:
+    settings = settings_of("B", Server("http://127.0.0.1:1", "m", 0.0), {"vocab_size": 4096}, seed=0, scale=scale)
+    [plan] = plans_of(settings)
+    assert plan.max_concurrency is not None and 1 <= plan.max_concurrency <= len(plan.sessions)
+    assert scale < 1 or (plan.max_concurrency, len(plan.sessions)) == (16, 32)
 
 
 def test_ratios_are_of_the_same_round() -> None:
@@ -143,6 +153,29 @@ def test_further_arguments_of_a_peer_are_named_in_its_result(peer: str) -> None:
     server = server_of(settings)
     assert server.name == peer
     assert set(SERVERS[peer].setup.options) < set(server.setup.options) >= {"--dtype", "float32"}
+
+
+@pytest.mark.parametrize("peer", [peer for name, peer in SERVERS.items() if name.startswith("vllm")])
+def test_servers_of_vllm_have_as_much_kv_as_a_node_of_ours(peer: Peer) -> None:
+    assert f"VLLM_CPU_KVCACHE_SPACE={pool_size._DEFAULT_POOL_BYTES / (1 << 30):g}" in peer.setup.options
+
+
+def test_a_peer_has_the_cores_that_we_have() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    assert f"VLLM_CPU_OMP_THREADS_BIND={','.join(map(str, cpus))}" in VllmCpu().setup.options
+    os.sched_setaffinity(0, cpus[:1])
+    try:
+        assert f"VLLM_CPU_OMP_THREADS_BIND={cpus[0]}" in VllmCpu().setup.options
+        assert " --threads 1 --threads-batch 1 " in " ".join(LlamaCpp().setup.options)
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+async def test_a_server_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it may have been made without the proxy
+    async with answering() as url:
+        assert await asyncio.to_thread(processes._answers, f"{url}/v1/models")
 
 
 def test_other_sources_of_llama_cpp_are_another_installation(tmp_path: Path) -> None:

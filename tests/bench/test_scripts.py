@@ -1,6 +1,7 @@
 """Every benchmark script of `bench/` runs with a tiny model, prints what it is for, and gives the suite of targets the
 figures that it asks for. Times are never looked at."""
 
+import argparse
 import asyncio
 import importlib.util
 import itertools
@@ -14,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
+import torch
 from paged_kernels.cpu.threads import threads_kept
 
 from bench import (
@@ -40,10 +42,11 @@ from bench.cpu.targets import MEASUREMENTS
 from bench.figures import read_figures
 from bench.random_model import write_random_model
 from bench.whole_run import whole_run
-from kvrelay.bench.settings import LatencyBenchSettings
+from kvrelay.bench.settings import LatencyBenchSettings, ThroughputBenchSettings
 from kvrelay.core.errors import UnavailableError
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 from tests.bench.servers import DONE, LAST, PIECE, USAGE, answering, in_a_thread
+from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "demo" / "model")
@@ -185,6 +188,17 @@ def test_connectors(tmp_path: Path) -> None:
     check_figures(path, "connectors", instead={"2 MiB": "128 KiB"}, without="no" if has_ucx else "ucx")
 
 
+async def test_what_has_come_from_redis_is_compared(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    place = connectors.Place("128 KiB", 2, torch.device("cpu"))
+    assert (await connectors.redis(place, redis_server.url)).value > 0
+    check(capsys.readouterr().out, "redis          128 KiB: ")
+    monkeypatch.setattr(connectors, "fetch_rate", AsyncMock(return_value=1.0))  # it leaves the pool as it is
+    with pytest.raises(SystemExit, match="redis on cpu: wrong bytes arrived"):
+        await connectors.redis(place, redis_server.url)
+
+
 def test_router_throughput(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "figures.json"
     load = ["--requests", "4", "--concurrency", "2", "--output-len", "4"]
@@ -295,6 +309,28 @@ def test_a_load_that_was_cut_off_has_no_result() -> None:
         with pytest.raises(KeyboardInterrupt):
             whole_run(load)
         pressing.join()
+
+
+def test_too_few_requests_are_told(capsys: Capture) -> None:
+    with in_a_thread(answering((PIECE, LAST, USAGE, DONE))) as url:
+        load = {"requests": 2, "concurrency": 3, "input_len": "8", "output_len": "5", "vocab_size": 4096}
+        whole_run(ThroughputBenchSettings.model_validate({"url": url, **load}))
+    check(capsys.readouterr().out, "not those of the load that was asked for: too few")
+
+
+@pytest.mark.parametrize(
+    "said", ["Socket errors: connect 0, read 7, write 0, timeout 1", "Non-2xx or 3xx responses: 3"]
+)
+def test_requests_of_wrk_that_fail_are_a_failure(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrk = tmp_path / "wrk"
+    wrk.write_text(f"#!/bin/sh\necho '  {said}'\necho 'Requests/sec:     57.30'\n")
+    wrk.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    options = argparse.Namespace(concurrency=2, output_len=4)
+    with pytest.raises(UnavailableError, match=said):
+        router_throughput.throughput_by_wrk("http://127.0.0.1:1", options)
+    wrk.write_text("#!/bin/sh\necho 'Requests/sec:     57.50'\n")
+    assert router_throughput.throughput_by_wrk("http://127.0.0.1:1", options).value == 230.0
 
 
 def test_ctrl_c_ends_a_script_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from bench.random_model import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, write_byte_tokenizer
 from kvrelay.bench.arrivals import gamma_arrivals, periodic_arrivals
 from kvrelay.bench.base import Answer, Segment
-from kvrelay.bench.plan import plans_of
+from kvrelay.bench.plan import plan_warmup, plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 from kvrelay.bench.settings import ServeBenchSettings, SweepBenchSettings
 from kvrelay.bench.trace import read_trace
@@ -154,6 +154,16 @@ def test_a_trace_gives_times_lengths_and_equal_tokens_for_equal_hash_ids(tmp_pat
     first, second = (builder.token_ids(request.segments) for session in sessions for request in session.requests)
     assert (len(first), len(second)) == (1000, 1536)
     assert second[:1000] == first, "equal hash ids are equal tokens"
+
+
+def test_the_warm_up_of_a_trace_is_as_long_as_its_first_request(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.jsonl", entry(0, 1000, 4, 9), entry(1, 10, 1))
+    settings = ServeBenchSettings(workload="trace", trace=path, warmup=2)
+    warmup = [request for session in plan_warmup(settings).sessions for request in session.requests]
+    assert [([part.length for part in one.segments], one.max_tokens) for one in warmup] == [([1000], 5)] * 2
+    [measured] = plans_of(settings)
+    names = {part.name for session in measured.sessions for one in session.requests for part in one.segments}
+    assert not names & {part.name for one in warmup for part in one.segments}
 
 
 @pytest.mark.parametrize(
