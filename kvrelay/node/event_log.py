@@ -35,6 +35,7 @@ class EventLog:
         self._load = load
         self._news = asyncio.Event()  # never left set: it wakes those that wait at the moment
         self._version = 0
+        self._touched = 0  # the version since which nothing has changed but blocks and load
         self.closed = False
 
     @property
@@ -54,6 +55,7 @@ class EventLog:
     def touch(self) -> None:
         """Wakes the watchers because something else about the node has changed."""
         self._version += 1
+        self._touched = self._version
         self._wake_watchers()
 
     def close(self) -> None:
@@ -88,3 +90,8 @@ class EventLog:
         while self._version <= version and not self.closed:
             await self._news.wait()
         return self._version
+
+    async def touched(self, version: int) -> None:
+        """Waits until anything other than blocks and load is newer than `version`, or the log is closed."""
+        while self._touched <= version and not self.closed:
+            await self._news.wait()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import fields
 from itertools import starmap
 
@@ -15,7 +16,7 @@ from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 
-_WATCH_INTERVAL_SECONDS = 0.02  # changes within one interval are sent in one message
+_WATCH_INTERVAL_SECONDS = 0.02  # changes of blocks and load within one interval are sent in one message
 _HEARTBEAT_SECONDS = 1.0  # a watcher may count the node as stopped after several of these without a message
 _NAMES_PER_MESSAGE = 16384  # gained, and as many lost: a router handles each message at once
 
@@ -59,17 +60,21 @@ class NodeService(node_pb2_grpc.NodeServicer):
         sequence = request.after_sequence if request.epoch == epoch else None
         version = -1
         stats_due_at = self._clock.now()
-        while not log.closed:
+        said_draining = False
+        while not log.closed or self._node.draining != said_draining:  # else routers blame its requests for its end
             version = await self._changed_or_due(log, version)
             update = log.since(sequence)
             sequence = update.sequence
-            messages = _messages(epoch, update, draining=self._node.draining)
+            said_draining = self._node.draining
+            messages = _messages(epoch, update, draining=said_draining)
             if self._clock.now() >= stats_due_at:
                 stats_due_at = self._clock.now() + self._heartbeat
                 messages[-1].stats.CopyFrom(stats_to_wire(self._stats()))
             for message in messages:
                 yield message
-            await asyncio.sleep(_WATCH_INTERVAL_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_WATCH_INTERVAL_SECONDS):
+                    await log.touched(version)
 
     async def _changed_or_due(self, log: EventLog, version: int) -> int:
         """Waits as `EventLog.changed` does, but at most for a heartbeat. Returns the version now."""

@@ -31,7 +31,7 @@ class NodeHandle:
     """One configured address. The registry writes state, description, load and stats; attempts count what they have
     under way, and report to `failed` or `outlier` how it went.
 
-    `drained`: the epoch of the last process here that drained, None if none has. `misfit`: why the node, as it was last
+    `drained`: the last process here that drained, None if none has. `misfit`: why the node, as it was last
     described, can be none of this router's; None if it can. `complaint`: why the node is not live; empty while it is.
     `logged`: the complaints that the log has since the state changed. `heard_at`: when the last message of the node
     came, on the registry's clock. The registry calls `on_lost`, which fails what this router has under way at the node,
@@ -50,7 +50,7 @@ class NodeHandle:
     outages: Outages
     links: Links
     state: NodeState = NodeState.CONNECTING
-    drained: int | None = None
+    drained: KVSource | None = None
     description: NodeDescription | None = None
     misfit: str | None = None
     load: NodeLoad = field(default_factory=NodeLoad)

@@ -256,7 +256,7 @@ class Registry:
         if node.state is not state:
             node.state = state
             if state is NodeState.DRAINING:  # what is under way there learns only later that it is lost
-                node.drained = node.source.epoch
+                node.drained = node.source
             node.complaint = ""
             node.logged.clear()
             self.changed.set()

@@ -69,14 +69,12 @@ class Loss(Enum):
 
 
 class NodeLostError(UnavailableError):
-    """An attempt failed because of one node; another attempt without this node may succeed. `by_drain`: the node was
-    draining before, so it is not the request that has ended it."""
+    """An attempt failed because of one node; another attempt without this node may succeed."""
 
     def __init__(self, node: DecodePlacement | PrefillPlacement, loss: Loss, error: KVRelayError) -> None:
         super().__init__(str(error))
         self.source = node.source
         self.loss = loss
-        self.by_drain = node.node.drained == node.source.epoch
 
 
 class PlaceRefill(Protocol):

@@ -104,16 +104,15 @@ class Placer:
         known = (handle.description for handle in self._registry.nodes)
         return all(description is None or description.source != node for description in known)
 
+    def has_drained(self, node: KVSource) -> bool:
+        """Implements `Place.has_drained`."""
+        return any(known.drained == node for known in self._registry.nodes)
+
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
         nodes first. What nodes were like when it was admitted says nothing of those that have come since."""
-        suits = partial(_suits, node_request)
-        return {
-            node.source.node_id: node
-            for role in NodeRole
-            for node in self._registry.live(role, suits)
-            if node.source not in lost
-        }
+        suits = partial(_suits, node_request, lost)
+        return {node.source.node_id: node for role in NodeRole for node in self._registry.live(role, suits)}
 
     def _facts(self, node_request: NodeRequest, number: int) -> tuple[RequestFacts, dict[str, int]]:
         """Returns what the policy has to know of the request, and how many of its leading blocks each node holds."""
@@ -147,11 +146,12 @@ def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
     return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
 
 
-def _suits(node_request: NodeRequest, node: NodeDescription) -> bool:
-    """Tells whether a node has the model with which the request began, and room for all its outputs and for the longest
-    that one may become."""
+def _suits(node_request: NodeRequest, lost: Set[KVSource], node: NodeDescription) -> bool:
+    """Tells whether a node is none of the `lost` ones, and has the model with which the request began, and room for all
+    its outputs and for the longest that one may become."""
     return (
-        node.kv_namespace == node_request.kv_namespace
+        node.source not in lost
+        and node.kv_namespace == node_request.kv_namespace
         and node.max_model_len >= node_request.max_num_tokens
         and node.max_num_seqs >= node_request.sampling.n
     )

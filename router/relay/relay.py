@@ -12,6 +12,7 @@ from random import Random, SystemRandom
 
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from kvrelay.core.turns import OneAtATime
 from router.nodes.registry import Registry
 from router.relay.inbox import Inboxes
 from router.relay.limits import RelayLimits
@@ -49,6 +50,7 @@ class ClusterRelay:
             node.on_live = self._decode_node_came
         self._running: dict[str, RequestSupervisor] = {}
         self._inboxes: Inboxes[Reaction] = Inboxes()
+        self._replays = OneAtATime()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -124,6 +126,7 @@ class ClusterRelay:
             self._placer,
             Tally(request, self._clock, self._metrics),
             self._inboxes,
+            self._replays,
             limits=self._limits,
             clock=self._clock,
             random=self._random,

@@ -15,13 +15,14 @@ from router.relay.attempt import Attempt, Loss, NodeLostError
 class Share:
     """Outputs that are placed together. `losses`: the nodes they have lost in each way since they last got past it.
     `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
-    wait for a node."""
+    wait for a node, and `has_waited` tells whether they have waited since their loss."""
 
     choices: tuple[int, ...]
     backoff: Backoff
     losses: set[tuple[Loss, KVSource]] = field(default_factory=set)
     lost: NodeLostError | None = None
     lost_at: float = 0.0
+    has_waited: bool = False
     attempt: Attempt | None = None
     wait: asyncio.TimerHandle | None = None
 
@@ -43,5 +44,6 @@ class Share:
 
     def stop_waiting(self) -> None:
         if self.wait is not None:
+            self.has_waited = True
             self.wait.cancel()
             self.wait = None

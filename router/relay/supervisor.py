@@ -12,8 +12,8 @@ request here:
    then ends with UnavailableError.
 6. An output that has lost more than `max_attempts` nodes in the same way (`Loss`) without getting past the point where
    it lost them may be what ends the nodes. While it is not known whether so many have ended, it is not placed again; a
-   node that is live again has not. When so many have, or that wait takes longer than `node_wait`, the request ends with
-   GivenUpError; when the router stops before that is known, with UnavailableError.
+   node that is live again has not, and one that has drained does not count. When so many have, or that wait takes more
+   than `node_wait`, the request ends with GivenUpError; when the router stops before it knows, with UnavailableError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
@@ -26,6 +26,7 @@ and then every attempt is closed. The clean-up does not wait, so no cancellation
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence, Set
 from copy import copy
 from dataclasses import replace
@@ -38,7 +39,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, GivenUpError, KVRelayError, UnavailableError
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
-from kvrelay.core.turns import ITEMS_AT_A_TIME
+from kvrelay.core.turns import ITEMS_AT_A_TIME, OneAtATime
 from router.nodes.node import NodeHandle
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.inbox import Inboxes
@@ -76,6 +77,10 @@ class Place(Protocol):
         """Tells whether a node is known to have ended, because another process is at its address."""
         ...
 
+    def has_drained(self, node: KVSource) -> bool:
+        """Tells whether a node is known to have drained, so that no request has ended it."""
+        ...
+
 
 Reaction = Callable[[], Sequence[RequestEvent]]
 """Handles something that happened: returns the events for the client, or raises the error that ends the request."""
@@ -83,7 +88,8 @@ Reaction = Callable[[], Sequence[RequestEvent]]
 
 class RequestSupervisor:
     """The supervisor of one request, which it serves by one call of `run`. `wire_id` is never used twice; the names of
-    the request's attempts at the nodes begin with it. `random` spreads retries."""
+    the request's attempts at the nodes begin with it. `replays`, which all requests share, gives each placement after a
+    loss its turn: a lost node may have had hundreds of outputs. `random` spreads retries."""
 
     def __init__(
         self,
@@ -92,6 +98,7 @@ class RequestSupervisor:
         place: Place,
         tally: Tally,
         inboxes: "Inboxes[Reaction]",
+        replays: OneAtATime,
         *,
         limits: RelayLimits,
         clock: Clock,
@@ -101,16 +108,17 @@ class RequestSupervisor:
         self._wire_id = wire_id
         self._place = place
         self._tally = tally
-        self._max_attempts = limits.max_attempts
-        self._node_wait = limits.node_wait
+        self._limits = limits
         self._router_stops = False
         self._clock = clock
         self._random = random
         self._began_at = clock.now()
         self._inbox = inboxes.open(self._on_too_slow)
+        self._replays = replays
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
         self._shares: list[Share] = []
+        self._homeless: deque[Share] = deque()  # those to be placed again, before anything else is handled
         self._has_prompt_logprobs = False
         self._lost: set[KVSource] = set()
         self._num_attempts = 0  # of all shares together
@@ -130,6 +138,10 @@ class RequestSupervisor:
                 num_taken = 0 if self._inbox.empty() else num_taken + 1
                 for event in (await self._inbox.get())():
                     yield event
+                while self._homeless:
+                    await self._replays.turn()
+                    if self._homeless:  # an abort meanwhile leaves none
+                        self._migrate(self._homeless.popleft())
             yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)
         except (asyncio.CancelledError, GeneratorExit):
             if self._shares and self._request.is_over_after(self._clock.now() - self._began_at):
@@ -205,7 +217,8 @@ class RequestSupervisor:
         """Places again the outputs that wait for a node."""
         for share in self._shares:
             if share.wait is not None:
-                self._migrate(share, has_waited=True)
+                share.stop_waiting()
+                self._homeless.append(share)
         return ()
 
     def _on_waited(self, share: Share) -> Sequence[RequestEvent]:
@@ -213,23 +226,22 @@ class RequestSupervisor:
         if share.wait is None:
             return ()
         waited = self._clock.now() - share.lost_at
-        raise UnavailableError(
-            f"no decode node came that could go on within {waited:.1f} s: {share.lost}"
-        ) from share.lost
+        message = f"no decode node came that could go on within {waited:.1f} s: {share.lost}"
+        raise UnavailableError(message) from share.lost
 
     # -- placing and placing again -------------------------------------------------------------------------------------
 
     def _on_lost(self, share: Share, attempt: Attempt, lost: NodeLostError) -> None:
         _logger.warning("request %s: lost %s: %s", self._wire_id, lost.source.node_id, lost)
+        lost.__traceback__ = None  # its frames refer to the attempt, and so to a prompt, for as long as it is kept
         attempt.close()
         self._lost.add(lost.source)
-        if not lost.by_drain:
-            share.losses.add((lost.loss, lost.source))
+        share.losses.add((lost.loss, lost.source))
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
             again = Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())
             self._shares.append(again)
-            self._migrate(again, has_waited=False)
+            self._homeless.append(again)
 
     def _split(self, choices: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns which outputs are placed together: all of them while none has a token, otherwise each alone."""
@@ -237,47 +249,47 @@ class RequestSupervisor:
             return [tuple(choices)]
         return [(choice,) for choice in choices]
 
-    def _migrate(self, share: Share, *, has_waited: bool) -> None:
-        """Places a share again, or lets it wait for a node. Only a share that `has_waited` since its loss takes a node
-        that the request has lost before, and can be sure that the router has heard if its last one has ended."""
+    def _migrate(self, share: Share) -> None:
+        """Places a share again, or lets it wait for a node. Only a share that has waited takes a node that the request
+        has lost before, and can be sure that the router has heard if its last one has ended or drained."""
         assert share.lost is not None
-        share.stop_waiting()
-        if self._is_doubtful(share, has_waited=has_waited):
+        if self._is_doubtful(share):
             self._search_later(share)
             return
         node_request = self._node_request(share.choices, is_replay=True)
         try:
-            placement = self._place.place(node_request, lost=self._lost, last_resort=has_waited)
+            placement = self._place.place(node_request, lost=self._lost, last_resort=share.has_waited)
         except UnavailableError as error:
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
-            if has_waited:
+            if share.has_waited:
                 self._wait_for_node(share)
             else:
                 self._search_later(share)
             return
-        _logger.info(
-            "request %s: outputs %s go on at %s", self._wire_id, share.choices, placement.decode.source.node_id
-        )
+        node_id = placement.decode.source.node_id
+        _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, node_id)
         self._tally.migrated(node_request, share.lost.loss.cause)
         self._start(share, node_request, placement)
 
-    def _is_doubtful(self, share: Share, *, has_waited: bool) -> bool:
-        """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended. Raises
-        GivenUpError when they have, or it has waited for too long to know, and UnavailableError when the router stops
-        before it knows. Unless the share `has_waited`, the last of them counts, because the router may not have heard
-        yet that it has ended."""
+    def _is_doubtful(self, share: Share) -> bool:
+        """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended without
+        being drained. Raises GivenUpError when they have, or it has waited for too long to know, and UnavailableError
+        when the router stops before it knows. Unless the share has waited, the last of them counts, because the router
+        may not have heard yet that it has ended."""
         lost = share.lost
         assert lost is not None
+        share.losses = {(loss, node) for loss, node in share.losses if not self._place.has_drained(node)}
         nodes = [node for loss, node in share.losses if loss is lost.loss]
-        away = [node for node in nodes if (node == lost.source and not has_waited) or not self._place.is_live(node)]
-        if len(away) <= self._max_attempts:
+        last = None if share.has_waited else lost.source
+        away = [node for node in nodes if node == last or not self._place.is_live(node)]
+        if len(away) <= self._limits.max_attempts:
             return False
-        have_ended = sum(map(self._place.has_ended, away)) > self._max_attempts
+        have_ended = sum(map(self._place.has_ended, away)) > self._limits.max_attempts
         if self._router_stops and not have_ended:
             raise UnavailableError("the router is stopping") from lost
         if have_ended or self._wait_left(share) <= 0.0:
             raise GivenUpError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
-        if not has_waited:
+        if not share.has_waited:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
         return True
 
@@ -294,7 +306,7 @@ class RequestSupervisor:
 
     def _wait_left(self, share: Share) -> float:
         """Returns for how many seconds the share may still wait for a decode node; 0 or less when it may not."""
-        return 0.0 if self._router_stops else share.lost_at + self._node_wait - self._clock.now()
+        return 0.0 if self._router_stops else share.lost_at + self._limits.node_wait - self._clock.now()
 
     def _node_request(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
@@ -379,6 +391,7 @@ class RequestSupervisor:
             share.stop_waiting()
             if share.attempt is not None:
                 share.attempt.close()
+        self._homeless.clear()
         self._shares.clear()  # they refer to this supervisor, and the prompt would stay until a collection of garbage
 
 

@@ -43,14 +43,49 @@ async def test_an_idle_node_sends_one_message_per_heartbeat() -> None:
     assert connector.refused["digest"] == 2
 
 
-async def test_watchers_are_told_at_once_that_a_node_drains() -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+async def test_watchers_are_told_at_once_that_a_node_drains(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a watcher gathers further changes, as that of a busy node mostly does. What changes later is gathered
+    again."""
+    monkeypatch.setattr(node_service, "_WATCH_INTERVAL_SECONDS", 3600.0)
     async with serving(DecodeService, node := make_node()):
         service = NodeService(node, NodeRole.DECODE, heartbeat=3600.0)
         watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
         async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
             assert not (await anext(messages)).draining
+            following = asyncio.ensure_future(anext(messages))
+            if gathers:
+                await asyncio.sleep(0)
+            node.event_log.append([], [], node.event_log.load)
             await node.drain()
-            assert (await anext(messages)).draining
+            assert (await following).draining
+            last = asyncio.ensure_future(anext(messages))
+            node.event_log.append([], [], node.event_log.load)
+            assert not (await asyncio.wait({last}, timeout=0.1))[0]
+            node.event_log.close()
+            with pytest.raises(StopAsyncIteration):
+                await last
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_watcher_is_told_that_a_node_drains_though_it_ends_at_once(
+    drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests would count as what has ended it. Those of a node that has crashed do."""
+    monkeypatch.setattr(node_service, "_WATCH_INTERVAL_SECONDS", 3600.0)
+    async with serving(DecodeService, node := make_node()):
+        service = NodeService(node, NodeRole.DECODE)
+        watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
+        async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
+            assert not (await anext(messages)).draining
+            following = asyncio.ensure_future(anext(messages, None))
+            await asyncio.sleep(0)
+            if drains:
+                await node.drain()
+            node.event_log.close()
+            message = await following
+            assert (message is not None and message.draining) is drains
+            assert await anext(messages, None) is None
 
 
 @pytest.mark.parametrize(("num_names", "sizes"), [(0, [0]), (3, [3]), (7, [3, 3, 1])])

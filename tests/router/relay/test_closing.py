@@ -95,6 +95,21 @@ async def test_an_attempt_that_has_ended_is_forgotten(without_collections: None)
         await until(lambda: forgotten() is None)
 
 
+async def test_an_attempt_that_has_lost_its_node_is_forgotten_while_the_request_goes_on(
+    without_collections: None,
+) -> None:
+    """The request keeps the error, for its message should no other node come."""
+    async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
+        running = asyncio.create_task(collected(nodes, a_request()))
+        wire_id = (await nodes.decode.admit()).request_id
+        forgotten = weakref.ref(nodes.relay._running["r"]._shares[0].attempt)
+        nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+        wire_id = (await nodes.decodes[1].admit()).request_id
+        await until(lambda: forgotten() is None)
+        nodes.decodes[1].tokens(wire_id, token(7, finish=FinishReason.LENGTH))
+        await running
+
+
 async def test_a_request_whose_client_leaves_tokens_unread_is_forgotten(without_collections: None) -> None:
     async with cluster() as nodes:
         events = nodes.relay.run(a_request())

@@ -135,6 +135,58 @@ async def test_nodes_that_drain_are_not_ended_by_the_request(end: Callable[[Scri
         assert await first == token(7)
 
 
+def refuse(node: ScriptedDecode, request_id: str) -> None:
+    node.failed(request_id, grpc.StatusCode.UNAVAILABLE, "it is draining")
+
+
+def break_off(node: ScriptedDecode, request_id: str) -> None:
+    node.end_stream()
+
+
+@pytest.mark.parametrize("end", [refuse, break_off])
+async def test_a_node_is_heard_to_drain_only_after_a_request_is_lost_there(
+    end: Callable[[ScriptedDecode, str], None],
+) -> None:
+    """The two come over different streams."""
+    async with (
+        cluster(num_decode_nodes=3, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        first = asyncio.create_task(take(events))
+        for _ in range(2):
+            node = await next_decode(nodes)
+            wire_id = (await node.admit()).request_id
+            run = nodes.relay._running["r"]
+            run._shares[0].backoff = Backoff(first=60.0)
+            end(node, wire_id)
+            await until(lambda run=run: run._shares[0].wait is not None)  # type: ignore[misc]
+            await drains(nodes, node)
+            run.on_decode_node_live()
+        node = await next_decode(nodes)
+        say(node, (await node.admit()).request_id, token(7))
+        assert await first == token(7)
+
+
+async def test_nodes_that_drain_again_and_again_are_not_ended_by_the_request() -> None:
+    """Of the processes at an address, only the last one is known to have drained."""
+    async with (
+        cluster(num_decode_nodes=2, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        first = asyncio.create_task(take(events))
+        for number in range(4):
+            node = await next_decode(nodes)
+            await node.admit()
+            await drains(nodes, node)
+            await ended(nodes, node)
+            await node.start_again(epoch=2 + number)
+            handle = nodes.registry.decode[nodes.decodes.index(node)]
+            await until(lambda handle=handle: handle.state is NodeState.LIVE)  # type: ignore[misc]
+        node = await next_decode(nodes)
+        say(node, (await node.admit()).request_id, token(7))
+        assert await first == token(7)
+
+
 async def test_a_prefill_node_that_drains_and_is_lost_before_its_stream_ends_is_not_ended_by_the_request() -> None:
     """A node that closes ends its Watch stream first."""
     async with (

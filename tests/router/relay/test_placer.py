@@ -6,8 +6,10 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from kvrelay.core.errors import UnavailableError
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.block_hash import block_hashes
+from kvrelay.core.node_report import NodeRole
 from kvrelay.v1 import node_pb2, prefill_node_pb2
 from router.request import NodeRequest, RoutedRequest
 from tests.router.routed import give_up, take
@@ -145,6 +147,17 @@ async def test_a_node_that_was_lost_is_no_last_resort_while_another_lives() -> N
             placement = nodes.placer.place(NODE_REQUEST, lost={lost.description.source}, last_resort=last_resort)
             assert placement.decode.node is other
         other.num_sequences = 0
+
+
+async def test_an_ejected_node_is_used_when_no_other_is_left_that_was_not_lost() -> None:
+    async with cluster(num_decode_nodes=2) as nodes:
+        lost, ejected = nodes.registry.decode
+        for _ in range(5):
+            ejected.outlier.failed(UnavailableError("out of luck"))
+        assert nodes.registry.live(NodeRole.DECODE) == [lost]
+        for last_resort in (False, True):
+            placement = nodes.placer.place(NODE_REQUEST, lost={lost.source}, last_resort=last_resort)
+            assert placement.decode.node is ejected
 
 
 async def test_a_refill_takes_no_nodes_turn() -> None:
