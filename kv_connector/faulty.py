@@ -112,14 +112,15 @@ class FaultyConnector:
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         with self._under_way():
             plan = self._faults.plan("fetch")
-            await asyncio.sleep(min(plan.delay, timeout))
+            delay = min(plan.delay, timeout)
+            await asyncio.sleep(delay)
             match plan.fault:
                 case ConnectorFault.FAIL:
                     raise KVError("injected: nothing was fetched")
                 case ConnectorFault.STALL:
-                    await asyncio.sleep(timeout)
+                    await asyncio.sleep(timeout - delay)
                     return (FetchOutcome.FAILED,) * len(blocks)
-            outcomes = await self._inner.fetch(source, blocks, timeout=max(0.0, timeout - plan.delay))
+            outcomes = await self._inner.fetch(source, blocks, timeout=timeout - delay)
             match plan.fault:
                 case ConnectorFault.LOSE:
                     raise KVError("injected: fetched, but nobody said so")

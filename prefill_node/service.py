@@ -5,7 +5,9 @@
 2. If other nodes hold leading blocks, or a store may, these are reserved and fetched first (`Receiver`); the engine
    computes the rest in chunks.
 3. As soon as a chunk's blocks are published, the stream reports how many leading blocks can be fetched (`progress`).
-   Once some could not be published, it reports no more: those behind them are of no use without them.
+   Once publishing
+   has failed, it reports no more: those behind are of no use without them. A connector that took some of the blocks has
+   not failed, and the others are MISSING for their readers.
 4. The first tokens are sampled from the prompt's last logits (`finished`); they do not wait for publication.
 5. The stream ends when the last block was offered to the connector. The engine has then finished the request, and only
    the lease holds its blocks.
@@ -55,7 +57,7 @@ class _Prefill:
     first_tokens: list[TokenOutput] = field(default_factory=list)
     fetches: FetchReport = NOTHING_FETCHED
     finished: bool = False
-    has_gap: bool = False  # some blocks could not be published
+    has_gap: bool = False  # publishing has failed for some blocks
     all_offered: bool = False  # to the connector, whether or not it has published them
     reception: asyncio.Task[None] | None = None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from redis.exceptions import AuthenticationError, InvalidResponse, ReadOnlyError
+from redis.exceptions import AuthenticationError, InvalidResponse, ReadOnlyError, ResponseError
 
 from kv_connector.base import AccessDeniedError, FetchOutcome, FetchOutcomes, PoolBuffer
 from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch
@@ -154,6 +154,8 @@ class RedisConnector:
         """Stores blocks, except those that have lost their content meanwhile; returns how many Redis has now."""
         state = self._require()
         self._failure = None
+        if not claims:
+            return 0  # without an exchange, which would count as a success of a server that was sent nothing
         held = lost = 0
         try:
             held, absent = await self._renew(claims)
@@ -189,23 +191,21 @@ class RedisConnector:
         return answers.count(1), [claim for claim, answer in zip(claims, answers, strict=True) if answer == 0]
 
     async def _store(self, state: _Open, claims: Sequence[Claim], attempt: Attempt) -> tuple[int, int]:
-        """Sends one round of SETs, and ends `attempt` to write. Returns how many blocks Redis has stored, and how many
-        were retracted before they were sent."""
+        """Sends one round of SETs, if any of the blocks has its content yet, and ends `attempt` to write. Returns how
+        many blocks Redis has stored, and how many were retracted before they were sent."""
         answers: list[Any] = []
         try:
-            async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
-                offered = 0
-                for claim in claims:
-                    value = _value(state, claim)
-                    if value is not None:
+            offered = [(claim, value) for claim in claims if (value := _value(state, claim)) is not None]
+            if offered:
+                async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
+                    for claim, value in offered:
                         pipe.set(self._key(claim.block.block_hash), value, ex=self._settings.ttl_seconds)
-                        offered += 1
-                answers = await answer_of(pipe.execute(raise_on_error=False))
+                    answers = await answer_of(pipe.execute(raise_on_error=False))
         finally:
             refused = self._note_writes(answers, attempt)
-        stored = offered - refused
+        stored = len(offered) - refused
         self.stats.count_published(stored, state.pool.block_bytes)
-        return stored, len(claims) - offered
+        return stored, len(claims) - len(offered)
 
     def _note_writes(self, answers: Sequence[object], attempt: Attempt) -> int:
         """Ends `attempt` to write; returns how many commands Redis has refused: it is full, a replica, lacks
@@ -226,13 +226,17 @@ class RedisConnector:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     async def _load(self, state: _Open, blocks: Sequence[NamedBlock], timeout: float) -> list[Verdict]:
-        """Sends one MGET and returns the verdicts. Values are verified and copied within one turn of the loop, so a
-        cancelled fetch writes nothing later."""
+        """Sends one round of GETRANGEs and returns the verdicts. Each asks for one byte more than a block has: a longer
+        value, which may be somebody else's, shows by that and costs no more than a block. Values are verified and
+        copied within one turn of the loop, so a cancelled fetch writes nothing later."""
         deadline = self._clock.now() + timeout
-        async with self._link.exchange(timeout) as client:
-            values: Any = await answer_of(client.mget([self._key(block.block_hash) for block in blocks]))
-            if not isinstance(values, list) or len(values) != len(blocks):
-                raise InvalidResponse(f"no list of {len(blocks)} values")
+        last_offset = HEADER_BYTES + state.pool.block_bytes
+        async with self._link.exchange(timeout) as client, client.pipeline(transaction=False) as pipe:
+            for block in blocks:
+                pipe.getrange(self._key(block.block_hash), 0, last_offset)
+            values: list[Any] = await answer_of(pipe.execute(raise_on_error=False))
+            if not any(_is_said_of_key(value) for value in values):
+                raise next((value for value in values if isinstance(value, Exception)), InvalidResponse("no value"))
         self._require_same(state)
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
         damaged = [
@@ -264,10 +268,22 @@ def _value(state: _Open, claim: Claim) -> bytes | None:
     return value if state.stands(claim) else None
 
 
+def _is_said_of_key(answer: object) -> bool:
+    """Tells whether an answer to GETRANGE says what is under the key, and not that Redis cannot say it."""
+    return answer is None or isinstance(answer, bytes) or _is_of_another_type(answer)
+
+
+def _is_of_another_type(answer: object) -> bool:
+    """Tells whether Redis has answered that what is under the key is no string, but a list or the like."""
+    return isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE")
+
+
 def _accept(pool: LocalPool, block: NamedBlock, value: object) -> Verdict:
-    """Verifies a value and copies its payload into the pool."""
-    if value is None:
+    """Verifies an answer to GETRANGE and copies its payload into the pool."""
+    if value is None or value == b"":  # which is how GETRANGE says that there is no such key
         return FetchOutcome.MISSING
+    if _is_of_another_type(value):
+        return Mismatch.VERSION
     if not isinstance(value, bytes):
         return FetchOutcome.FAILED  # a proxy puts an error in the place of a value that it cannot get
     if len(value) < HEADER_BYTES:

@@ -171,6 +171,7 @@ class UcxConnector:
             return
         peer = state.peer(source, self._key, self.stats)
         fetch = _Fetch(peer, source, blocks, verdicts, timeout, self._outages)
+        num_answers = peer.num_answers
         state.fetches.add(fetch)
         try:
             await fetch.run()
@@ -181,8 +182,8 @@ class UcxConnector:
             state.fetches.discard(fetch)
         if fetch.answered:
             state.breakers.succeeded(source)
-        elif fetch.expired and timeout < _MIN_CONCLUSIVE_TIMEOUT:
-            state.breakers.abandoned(source, attempt)
+        elif peer.num_answers > num_answers or (fetch.expired and timeout < _MIN_CONCLUSIVE_TIMEOUT):
+            state.breakers.abandoned(source, attempt)  # it answers other fetches, or this one had too little time
         else:
             state.breakers.failed(source, attempt, name=f"node {source.node_id}")
 

@@ -59,9 +59,10 @@ class Lane:
 
 
 class Peer:
-    """The connections to the holder at one endpoint."""
+    """The connections to the holder at one endpoint. `num_answers`: Asks that it has answered, whoever's they were."""
 
     def __init__(self, endpoint: str, transport: Transport, pool: Payloads, key: bytes, stats: ConnectorStats) -> None:
+        self.num_answers = 0
         self._endpoint = endpoint
         self._transport = transport
         self._pool = pool
@@ -93,6 +94,7 @@ class Peer:
                     await lane.link.close()  # the holder, which has nothing for us, waits for that
                 return mismatch
             entries, digests = await self._exchange(lane, blocks)
+            self.num_answers += 1
             self._idle.append(lane)
         late = [
             index

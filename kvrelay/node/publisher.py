@@ -2,7 +2,7 @@
 Has the store that nodes share forget what is distrusted.
 
 Invariant: `notify` callbacks run after every block enqueued before them was offered to the connector, and a block is
-unpinned only after that.
+unpinned only after that. The store is told last what to forget: one that hangs holds up no callback of the same round.
 """
 
 import asyncio
@@ -58,7 +58,8 @@ class Publisher:
             self._queue.put_nowait(_Batch((), (), tuple(names)))
 
     async def drain(self) -> None:
-        """Returns when everything enqueued so far is published and unpinned."""
+        """Returns when everything enqueued so far is published and unpinned, its callbacks have run, and the store has
+        been told what it is to forget."""
         await self._queue.join()
 
     async def close(self) -> None:
@@ -76,14 +77,14 @@ class Publisher:
             try:
                 blocks = [block for batch in batches for block in batch.blocks]
                 are_published = not blocks or await self._publish(blocks)
+                for batch in batches:
+                    for notify in batch.notify:
+                        notify(are_published)
                 if distrusted := [name for batch in batches for name in batch.distrusted]:
                     await self._connector.discard(distrusted)
             finally:
                 for _ in batches:
                     self._queue.task_done()
-            for batch in batches:
-                for notify in batch.notify:
-                    notify(are_published)
 
     async def _publish(self, blocks: Sequence[NamedBlock]) -> bool:
         """Offers blocks to the connector; tells whether it has taken any."""

@@ -12,18 +12,20 @@ from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import KVError
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, num_leading_fetched, write_and_publish
+from tests.simulation.virtual_loop import VirtualLoop, run_virtual
 
 _TIMEOUT = 5.0
 
 
 class Planned:
-    """A source of faults, all of which are `fault`; None is no fault."""
+    """A source of faults, all of which are `fault` after `delay` seconds; None is no fault."""
 
-    def __init__(self, fault: ConnectorFault | None = None) -> None:
+    def __init__(self, fault: ConnectorFault | None = None, *, delay: float = 0.0) -> None:
         self.fault = fault
+        self.delay = delay
 
     def plan(self, method: str) -> CallPlan:
-        return CallPlan(self.fault)
+        return CallPlan(self.fault, self.delay)
 
 
 @asynccontextmanager
@@ -68,6 +70,20 @@ async def test_a_fetch_that_stalls_ends_at_its_deadline() -> None:
         await write_and_publish(owner, wanted)
         result = await peer.connector.fetch(owner.source, wanted, timeout=0.01)
         assert result == (FetchOutcome.FAILED,) * 2
+
+
+@pytest.mark.parametrize("delay", [0.0, 3.0, 20.0])
+def test_a_fetch_that_stalls_takes_its_time_and_no_more(delay: float) -> None:
+    """However long it had to wait before that. Time is virtual."""
+    took: list[float] = []
+
+    async def main(loop: VirtualLoop) -> None:
+        async with pair(Planned(ConnectorFault.STALL, delay=delay)) as (owner, peer):
+            await peer.connector.fetch(owner.source, blocks(2), timeout=_TIMEOUT)
+            took.append(loop.time())
+
+    run_virtual(main)
+    assert took == [_TIMEOUT]
 
 
 async def test_damaged_blocks_are_reported_as_refused() -> None:

@@ -163,6 +163,31 @@ async def test_what_is_distrusted_is_discarded_after_what_was_enqueued_before() 
     await publisher.close()
 
 
+async def test_a_store_that_hangs_while_it_forgets_holds_up_no_callback_and_no_unpin() -> None:
+    """Readers would wait for blocks that can be fetched. Draining waits for it."""
+    begun, let_go = asyncio.Event(), asyncio.Event()
+    events: list[object] = []
+
+    class Store(InProcessConnector):
+        async def discard(self, names: Sequence[BlockHash]) -> None:
+            begun.set()
+            await let_go.wait()
+            events.append("forgotten")
+
+    publisher = Publisher(Store(InProcessHub()), events.extend, an_outage_log())
+    publisher.start(lambda error: pytest.fail(str(error)))
+    publisher.discard([BLOCKS[0].block_hash])
+    publisher.enqueue([], [events.append])
+    draining = asyncio.ensure_future(publisher.drain())
+    async with asyncio.timeout(PATIENCE):
+        await begun.wait()
+        assert events == [True] and not draining.done()
+        let_go.set()
+        await draining
+    assert events == [True, "forgotten"]
+    await publisher.close()
+
+
 async def test_closing_publishes_nothing_more_and_unpins_what_waits() -> None:
     connector, unpinned = HangingConnector(), list[int]()
     publisher = Publisher(connector, unpinned.extend, an_outage_log())

@@ -4,7 +4,7 @@ Invariant: a value is what was stored under its key, or gone.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from random import Random
 from types import TracebackType
@@ -84,10 +84,6 @@ class _Client:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        await self._store.answers()
-        return [self._store.get(key) for key in keys]
-
     async def unlink(self, *keys: str) -> None:
         await self._store.answers()
         for key in keys:
@@ -113,6 +109,9 @@ class _Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Ends nothing."""
+
+    def getrange(self, key: str, first: int, last: int) -> None:
+        self._commands.append(lambda: (self._store.get(key) or b"")[first : last + 1])
 
     def expire(self, key: str, seconds: int) -> None:
         self._commands.append(lambda: self._store.expire(key, seconds))

@@ -307,15 +307,46 @@ async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> N
             case _:
                 client.delete(key)
                 client.lpush(key, value)
-        refused = how != "not a string"  # Redis itself says that there is no such value
-        assert await setup.fetch(sent) == (REFUSED if refused else MISSING, FETCHED)
-        assert sum(setup.store.stats.refused.values()) == refused
+        assert await setup.fetch(sent) == (REFUSED, FETCHED)
+        assert sum(setup.store.stats.refused.values()) == 1
         assert setup.store.stats.refused[Mismatch.DIGEST] == (how == "flipped")
-        assert client.exists(key) == (not refused)
-        if not refused:
-            client.delete(key)
+        assert setup.store.stats.refused[Mismatch.LENGTH] == (how in ("short", "long"))
+        assert not client.exists(key)
     await write_and_publish(setup.node, sent)
     assert set(await setup.fetch(sent)) == {FETCHED}
+
+
+async def test_values_of_another_type_alone_are_no_failure_of_the_server(setup: Setup) -> None:
+    """They are answers. Whoever wrote them may do so again."""
+    [block] = blocks(1)
+    with setup.client() as client:
+        for num_refused in range(1, 5):
+            client.lpush(f"{PREFIX}:{block.block_hash.hex()}", "x")
+            assert await setup.fetch([block]) == (REFUSED,)
+            assert sum(setup.store.stats.refused.values()) == num_refused
+
+
+async def test_a_huge_value_costs_no_more_than_a_block(setup: Setup) -> None:
+    """It is somebody else's; with all of it, the exchange would take too long, again and again."""
+    sent = blocks(2)
+    await write_and_publish(setup.node, sent)
+    with setup.client() as client:
+        client.append(f"{PREFIX}:{sent[0].block_hash.hex()}", bytes(16 << 20))
+        before = client.info("stats")["total_net_output_bytes"]
+        assert await setup.fetch(sent) == (REFUSED, FETCHED)
+        assert client.info("stats")["total_net_output_bytes"] - before < 3 * LAYOUT.block_bytes
+    assert setup.store.stats.refused[Mismatch.LENGTH] == 1
+    await write_and_publish(setup.node, sent)
+    assert set(await setup.fetch(sent)) == {FETCHED}
+
+
+async def test_a_server_that_is_sent_nothing_has_not_succeeded(setup: Setup) -> None:
+    """Otherwise a dead one would be asked again at once."""
+    setup.server.stop()
+    await open_breaker(setup)
+    setup.clock.seconds += 1.0
+    await setup.node.connector.publish([])
+    assert setup.store._link.server.is_open
 
 
 @pytest.mark.parametrize("credentials", ["", ":wr0ng-passw0rd@", "nobody:wr0ng-passw0rd@"])

@@ -43,7 +43,7 @@ async def test_values_expire_and_publishing_again_renews(redis_server: RedisServ
     await owner.connector.close()
 
 
-@pytest.mark.parametrize("value", [b"", b"garbage", bytes(96), bytes(96 + LAYOUT.block_bytes)])
+@pytest.mark.parametrize("value", [b"garbage", bytes(96), bytes(96 + LAYOUT.block_bytes)])
 async def test_a_value_that_is_no_block_is_refused(redis_server: RedisServer, value: bytes) -> None:
     harness = RedisHarness(redis_server.url, "garbage")
     peer = node(harness.settings)
@@ -73,6 +73,25 @@ async def test_a_block_that_is_retracted_while_it_is_read_is_not_stored(
     assert result == (FetchOutcome.FETCHED, FetchOutcome.MISSING, FetchOutcome.FETCHED)
     assert owner.first_stats.lost_unstored == 1
     await owner.connector.close()
+
+
+async def test_blocks_that_are_lost_before_they_are_sent_say_nothing_of_the_server(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no exchange that could succeed: only the one before, which asks what Redis has."""
+    connector = RedisConnector(RedisHarness(redis_server.url, "lost").settings)
+    owner = Node(connector, "node", 16, LAYOUT, 1)
+    succeeded: list[None] = []
+
+    def counted() -> None:
+        succeeded.append(None)
+        connector.retract([0, 1])
+
+    monkeypatch.setattr(connector._link.server, "succeeded", counted)
+    with pytest.raises(KVError, match="none of 2"):
+        await write_and_publish(owner, blocks(2))
+    assert len(succeeded) == 1 and connector.stats.lost_unstored == 2
+    await connector.close()
 
 
 async def test_deleting_a_bad_value_does_not_outlast_the_fetch(
@@ -122,13 +141,13 @@ async def test_a_server_that_never_answers_costs_no_more_than_the_deadline() -> 
 
 @asynccontextmanager
 async def answering(answer: bytes, *, always: bool = False) -> AsyncIterator[Node]:
-    """Runs a server that answers every command with these bytes, except those that begin a connection, unless
-    `always`."""
+    """Runs a server that answers every message, which may hold several commands, with these bytes, except those that
+    begin a connection, unless `always`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while command := await reader.read(4096):
             greets = b"HELLO" in command
-            usual = b"%1\r\n+proto\r\n:3\r\n" if greets else b"+OK\r\n" * command.count(b"SETINFO")
+            usual = b"%1\r\n+proto\r\n:3\r\n" if greets else b"+OK\r\n" * command.count(b"CLIENT\r\n")
             writer.write(answer if always else usual or answer)
         writer.close()
 
@@ -145,19 +164,24 @@ async def answering(answer: bytes, *, always: bool = False) -> AsyncIterator[Nod
 @pytest.mark.parametrize(
     "answer",
     [
-        b"*2\r\n-ERR upstream failure\r\n$-1\r\n",
-        b"*2\r\n:1\r\n$-1\r\n",
+        b"-ERR upstream failure\r\n",
         b"*1\r\n$-1\r\n",
-        b"+OK\r\n",
         b":1\r\n",
-        b":x\r\n",
     ],
 )
-async def test_an_answer_that_is_no_list_of_values_fails_the_blocks(answer: bytes) -> None:
-    """The first one is a proxy's in front of several servers, of which one is away."""
-    async with answering(answer) as peer:
-        outcomes = await peer.connector.fetch(None, blocks(2), timeout=5)
-        assert outcomes[0] is FetchOutcome.FAILED and FetchOutcome.FETCHED not in outcomes
+async def test_an_answer_that_is_no_value_fails_its_block(answer: bytes) -> None:
+    """The first one is a proxy's in front of several servers, of which one is away. A server that says nothing else is
+    left alone, and so is one with answers that are none at all."""
+    for nothing in (b"$0\r\n\r\n", b"$-1\r\n"):
+        async with answering(answer + nothing) as peer:
+            for _ in range(4):
+                outcomes = await peer.connector.fetch(None, blocks(2), timeout=5)
+                assert outcomes == (FetchOutcome.FAILED, FetchOutcome.MISSING)
+    for useless in (answer + answer, b":x\r\n"):
+        async with answering(useless) as peer:
+            for _ in range(4):
+                assert set(await peer.connector.fetch(None, blocks(2), timeout=5)) == {FetchOutcome.FAILED}
+            assert peer.first_stats.skipped == 2, "the fourth time it was not asked"
 
 
 @pytest.mark.parametrize("always", [False, True])

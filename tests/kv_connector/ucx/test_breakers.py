@@ -15,6 +15,7 @@ from kv_connector.ucx.reader import LANES
 from kvrelay.core.kv import source_breakers
 from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.ucx.peers import peers_of
 from tests.manual_clock import ManualClock
 
 NUM_BLOCKS = 3 * LANES * MAX_ASK_BLOCKS  # one fetch of so many consists of three rounds
@@ -85,6 +86,33 @@ async def test_a_trial_that_says_nothing_is_followed_by_another(reader: Reader, 
     for _ in range(2):
         assert await reader.fetch(source, timeout=0.05) is FetchOutcome.FAILED
     assert reader.first_stats.skipped == 1
+
+
+@pytest.mark.parametrize("answers_others", [True, False])
+async def test_fetches_that_end_before_their_turn_count_only_if_the_holder_answers_nobody(
+    reader: Reader, answers_others: bool
+) -> None:
+    """Under load a fetch waits for those before it, since all of them share the lanes of the holder."""
+    holder = Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), "holder", 1, LAYOUT, EPOCH)
+    await write_and_publish(holder, blocks(1))
+    assert await reader.fetch(holder.source) is FetchOutcome.FETCHED
+    [peer] = peers_of(reader)
+    assert isinstance(reader.connector, UcxConnector)
+    peer._turns = taken = asyncio.Semaphore(0)
+    waiting = [asyncio.create_task(reader.fetch(holder.source)) for _ in range(3)]
+    async with asyncio.timeout(10.0):
+        while len(taken._waiters or ()) < len(waiting):
+            await asyncio.sleep(0)
+    under_way = list(reader.connector._require().fetches)
+    peer._turns = asyncio.Semaphore(LANES)
+    if answers_others:
+        assert await reader.fetch(holder.source) is FetchOutcome.FETCHED
+    for fetch in under_way:
+        await fetch.expire()
+    assert await asyncio.gather(*waiting) == [FetchOutcome.FAILED] * 3
+    assert await reader.fetch(holder.source) is (FetchOutcome.FETCHED if answers_others else FetchOutcome.FAILED)
+    assert reader.first_stats.skipped == (not answers_others)
+    await holder.connector.close()
 
 
 async def test_a_fetch_of_nothing_says_nothing_of_its_holder(reader: Reader, port: socket.socket) -> None:
