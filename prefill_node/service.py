@@ -5,9 +5,8 @@
 2. If other nodes hold leading blocks, or a store may, these are reserved and fetched first (`Receiver`); the engine
    computes the rest in chunks.
 3. As soon as a chunk's blocks are published, the stream reports how many leading blocks can be fetched (`progress`).
-   Once publishing
-   has failed, it reports no more: those behind are of no use without them. A connector that took some of the blocks has
-   not failed, and the others are MISSING for their readers.
+   Once publishing has failed, it reports no more: those behind are of no use without them. A connector that took some
+   of the blocks has not failed, and the others are MISSING for their readers.
 4. The first tokens are sampled from the prompt's last logits (`finished`); they do not wait for publication.
 5. The stream ends when the last block was offered to the connector. The engine has then finished the request, and only
    the lease holds its blocks.
