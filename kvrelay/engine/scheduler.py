@@ -212,12 +212,11 @@ class Scheduler:
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its
         blocks lacks room, and gets it before any that comes after it."""
-        num_kept = self._num_kept_blocks() if self.waiting and budget > 0 else 0
         while self.waiting and budget > 0:
             sequence = self.waiting.peek()
             if self._reserves_first():
                 break
-            if not self._has_room_for(sequence, num_kept=num_kept):
+            if not self._has_room_for(sequence):
                 sequence.lacks_room = True
                 break
             count = self._begin(sequence, budget, copies)
@@ -225,22 +224,21 @@ class Scheduler:
             self.run(sequence)
             chosen.append((sequence, count))
             budget -= count
-            num_kept += self._num_blocks_to_come(sequence)
 
     def _look_again(self) -> None:
         """Notes that there is room now for the first waiting sequence. It begins only when a step has tokens left for
         it, but prompts before it then leave it some, and it keeps nobody from reserving any more."""
         if self.waiting and self.waiting.peek().lacks_room and not self._reserves_first():
             first = self.waiting.peek()
-            first.lacks_room = not self._has_room_for(first, num_kept=self._num_kept_blocks())
+            first.lacks_room = not self._has_room_for(first)
 
     def _reserves_first(self) -> bool:
         """Tells whether a sequence that is still to reserve its blocks comes before the first waiting one."""
         return bool(self.reserving) and self.reserving.peek().order < self.waiting.peek().order
 
-    def _has_room_for(self, sequence: Sequence, *, num_kept: int) -> bool:
-        """Tells whether a waiting sequence could begin, with `num_kept` blocks kept for others."""
-        return self._has_place_for(sequence) and self._has_blocks_for(sequence, num_kept=num_kept)
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Tells whether a waiting sequence could begin."""
+        return self._has_place_for(sequence) and self._has_blocks_for(sequence, num_kept=self._num_kept_blocks())
 
     def _begin(self, sequence: Sequence, budget: int, copies: list[tuple[int, int]]) -> int:
         """Gives a waiting sequence, for which there is room, the blocks for its first tokens. Returns how many tokens
