@@ -129,10 +129,8 @@ class BlockPool:
         named = {block_id for block_id in block_ids if self._block_hashes[block_id] is not None}
         pinned = [block_id for block_id in named - self._distrusted if self._pins[block_id]]
         self._distrusted |= named
-        if (
-            pinned
-        ):  # a publication under way may still make them fetchable, until they lose their names with the last pin
-            self._on_evict(pinned)
+        if pinned:
+            self._on_evict(pinned)  # what is being published comes back, until it loses its name with the last pin
         self._forget_distrusted()
 
     def hash_of(self, block_id: int) -> BlockHash | None:
