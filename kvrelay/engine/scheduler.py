@@ -97,14 +97,16 @@ class Scheduler:
 
     def reserve(self) -> list[Sequence]:
         """Reserves the blocks of sequences whose KV will arrive from outside, in order, until there is no room. Returns
-        those that got theirs. A waiting sequence that lacks room gets it before any that comes after it."""
+        those that got theirs. A waiting sequence that lacks room gets it before any that comes after it, and the first
+        one, which may wait for a step alone, keeps its room."""
         admitted = []
         lacking = next((sequence for sequence in self.waiting if sequence.lacks_room), None) if self.reserving else None
         while self.reserving:
             sequence = self.reserving.peek()
             if lacking is not None and lacking.order < sequence.order:
                 break
-            if not self._has_place_for(sequence) or not self._take_given_blocks(sequence):
+            first = self.waiting.peek() if self.waiting and not self._reserves_first() else None
+            if not self._has_place_for(sequence, beside=first) or not self._take_given_blocks(sequence, beside=first):
                 sequence.lacks_room = True
                 break
             self.reserving.pop()
@@ -176,7 +178,8 @@ class Scheduler:
         budget for every decode after it, and up to a half of the rest for the next prompt if that is much shorter."""
         going_on = [(item, item.num_missing_tokens) for item in self.running if not item.waits_for_result]
         decodes_left = sum(num_missing == 1 for _, num_missing in going_on)
-        prompts = chain((item for item, num_missing in going_on if num_missing > 1), self.waiting)
+        waiting = () if self.waiting and self._reserves_first() else self.waiting
+        prompts = chain((item for item, num_missing in going_on if num_missing > 1), waiting)
         prompt = next(prompts, None)
         budget = self._budget(prompt, decodes_left, on_lent_cores=on_lent_cores)
         for sequence, num_missing in going_on:
@@ -272,9 +275,10 @@ class Scheduler:
         copies = index < min(num_blocks, len(table)) and self._pool.ref_count(table[index]) > 1
         return max(0, num_blocks - len(table)) + copies
 
-    def _has_place_for(self, sequence: Sequence) -> bool:
+    def _has_place_for(self, sequence: Sequence, *, beside: Sequence | None = None) -> bool:
         used = sum(other.width for other in self.running) + sum(other.width for other in self.receiving)
-        return used + sequence.width <= self.config.max_num_seqs
+        kept = 0 if beside is None else beside.width
+        return used + kept + sequence.width <= self.config.max_num_seqs
 
     def _grow_or_preempt(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> bool:
         """Makes room for `count` more tokens, preempting running sequences from the last one on if necessary. Returns
@@ -340,10 +344,12 @@ class Scheduler:
         most = sequence.num_cached_tokens if sequence.was_preempted else sequence.num_computed_tokens
         sequence.num_cached_tokens = min(most, sequence.num_computed_tokens)
 
-    def _take_given_blocks(self, sequence: Sequence) -> bool:
+    def _take_given_blocks(self, sequence: Sequence, *, beside: Sequence | None) -> bool:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
-        too few for the later chunks of running prompts, which would be preempted."""
-        if not self._has_blocks_for(sequence, num_kept=self._num_kept_blocks()):
+        too few for a queued sequence `beside` it, or for the later chunks of running prompts, which would be
+        preempted."""
+        kept = 0 if beside is None else -(-beside.num_tokens // self.config.block_size)
+        if not self._has_blocks_for(sequence, num_kept=self._num_kept_blocks() + kept):
             return False
         self._take_cached_blocks(sequence)
         num_new = -(-sequence.num_given_tokens // self.config.block_size) - len(sequence.block_table)

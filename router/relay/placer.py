@@ -111,8 +111,15 @@ class Placer:
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
         nodes first. What nodes were like when it was admitted says nothing of those that have come since."""
-        suits = partial(_suits, node_request, lost)
-        return {node.source.node_id: node for role in NodeRole for node in self._registry.live(role, suits)}
+        usable: dict[str, NodeHandle] = {}
+        for role in NodeRole:
+            # A decode node that is ejected comes before a lost one. Such a prefill node does not: without any, the
+            # prompt is computed where it is decoded.
+            skipped = lost if role is NodeRole.DECODE else frozenset[KVSource]()
+            for node in self._registry.live(role, partial(_suits, node_request, skipped)):
+                if node.source not in lost:
+                    usable[node.source.node_id] = node
+        return usable
 
     def _facts(self, node_request: NodeRequest, number: int) -> tuple[RequestFacts, dict[str, int]]:
         """Returns what the policy has to know of the request, and how many of its leading blocks each node holds."""

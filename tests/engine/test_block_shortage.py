@@ -58,6 +58,28 @@ def test_a_prompt_for_which_leases_leave_too_few_blocks_does_not_begin() -> None
     harness.engine.check_idle()
 
 
+def test_a_prompt_that_waits_for_a_step_alone_keeps_its_room() -> None:
+    """Else requests whose KV arrives, which reserve before steps are planned, could overtake it for ever."""
+    harness = Harness(num_blocks=75, publish=True, max_num_batched_tokens=64)
+    produce(harness, "leased", prompt_of(136))
+    harness.engine.add(replace(request("under way", prompt_of(300, 1), 1), receive=True))
+    harness.step()
+    harness.engine.add(request("first", prompt_of(200, 2), 1))
+    harness.step()
+    assert harness.engine.load().num_requests_waiting == 1, "it lacks blocks"
+    harness.engine.start("under way")
+    harness.engine.release_lease("leased")
+    harness.step()
+    harness.engine.add(replace(request("second", prompt_of(160, 3), 1), receive=True))
+    while ("first", 0) not in harness.finished:
+        assert "second" not in [found.request_id for result in harness.results for found in result.admissions]
+        harness.step()
+    harness.run()
+    assert harness.admission("second").request_id == "second"
+    harness.engine.abort("second")
+    harness.run()
+
+
 def test_a_prompt_takes_no_block_that_one_under_way_still_needs() -> None:
     """Else many short ones, whose leases outlive them, would have the long one preempted that shares its steps."""
     harness = Harness(num_blocks=24, publish=True, max_num_batched_tokens=32)

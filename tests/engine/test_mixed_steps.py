@@ -235,3 +235,19 @@ def test_a_prompt_that_lacked_blocks_to_receive_gets_its_share_of_steps() -> Non
     harness.run()
     assert harness.tokens["short", 0] == expected_output(prompt_of(24, 1), 1)
     harness.engine.check_idle()
+
+
+def test_no_share_is_kept_for_a_prompt_behind_one_that_lacks_blocks_to_receive() -> None:
+    """It does not begin before that one, so the tokens would be nobody's."""
+    harness = Harness(num_blocks=90, max_num_batched_tokens=64)
+    harness.engine.add(request("long", prompt_of(600), 1))
+    harness.step()
+    harness.engine.add(replace(request("lacking", prompt_of(200, 1), 1), receive=True))
+    harness.step()
+    harness.engine.add(request("short", prompt_of(20, 2), 1))
+    assert [harness.count_step() for _ in range(5)] == [64] * 5
+    harness.engine.abort("lacking")
+    assert [harness.count_step() for _ in range(2)] == [64, 64]
+    assert ("short", 0) in harness.finished and ("long", 0) not in harness.finished
+    harness.run()
+    harness.engine.check_idle()

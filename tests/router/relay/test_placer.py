@@ -160,6 +160,16 @@ async def test_an_ejected_node_is_used_when_no_other_is_left_that_was_not_lost()
             assert placement.decode.node is ejected
 
 
+async def test_an_ejected_prefill_node_gets_no_refill_of_a_lost_one() -> None:
+    """Without one, the prompt is computed where it is decoded, at once."""
+    async with cluster(num_prefill_nodes=2) as nodes:
+        lost, ejected = nodes.registry.prefill
+        for _ in range(5):
+            ejected.outlier.failed(UnavailableError("out of luck"))
+        [reader] = nodes.registry.decode
+        assert nodes.placer.refill(NODE_REQUEST, lost={lost.source}, reader=reader, num_missing_tokens=10) is None
+
+
 async def test_a_refill_takes_no_nodes_turn() -> None:
     """Otherwise one of two nodes, whose blocks do not arrive, would get all requests, since each has a refill."""
     async with cluster(num_prefill_nodes=2) as nodes:
