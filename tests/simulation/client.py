@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from kvrelay.core.errors import (
     CancelledByPeerError,
     DeadlineError,
+    GivenUpError,
     InvalidRequestError,
     KVRelayError,
     OverloadedError,
@@ -60,7 +61,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Client:
-    """One request. `excuses`: texts that an UnavailableError may have. `report` is called with each violation."""
+    """One request. `excuses`: texts that an UnavailableError or a GivenUpError may have. `report` is called with each violation."""
 
     plan: Plan
     excuses: tuple[str, ...]
@@ -199,7 +200,7 @@ class Client:
                 return
             case KVRelayError() if str(error) == STEP_FAILED:
                 return
-            case UnavailableError() if any(excuse in str(error) for excuse in self.excuses):
+            case UnavailableError() | GivenUpError() if any(excuse in str(error) for excuse in self.excuses):
                 return
             case UnavailableError() if not self._has_begun and any(why in str(error) for why in REFUSALS):
                 return

@@ -151,8 +151,8 @@ class _Run:
 
     def _excuses(self) -> tuple[str, ...]:
         """Returns what a request may fail with that has begun. The loss of a node alone is no reason, since nodes come
-        back."""
-        return ("no decode node came",) if self._cluster.config.node_wait < LONG_WAIT else ()
+        back; nor are the losses of many, unless there was too little time to learn which of them have ended."""
+        return ("no decode node came", "given up after") if self._cluster.config.node_wait < LONG_WAIT else ()
 
     async def _until_ended(self) -> None:
         """Waits for every client of a live router. Faults go on for as long as they may."""
