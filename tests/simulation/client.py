@@ -61,7 +61,8 @@ class Plan:
 
 @dataclass(slots=True)
 class Client:
-    """One request. `excuses`: texts that an UnavailableError or a GivenUpError may have. `report` is called with each violation."""
+    """One request. `excuses`: texts that an UnavailableError or a GivenUpError may have. `report` is called with each
+    violation."""
 
     plan: Plan
     excuses: tuple[str, ...]
