@@ -230,7 +230,7 @@ class Scheduler:
 
     def _look_again(self) -> None:
         """Notes that there is room now for the first waiting sequence. It begins only when a step has tokens left for
-        it, but prompts before it then leave it some, and it keeps nobody from reserving any more."""
+        it, but prompts before it then leave it some, and those that come later may reserve what it does not need."""
         if self.waiting and self.waiting.peek().lacks_room and not self._reserves_first():
             first = self.waiting.peek()
             first.lacks_room = not self._has_room_for(first)
