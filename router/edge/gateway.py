@@ -139,11 +139,7 @@ class _Gateway:
             sampling = body.sampling(logprobs=body.logprobs)
             if body.echo and body.logprobs is not None:
                 sampling = replace(sampling, prompt_logprobs=body.logprobs)
-            add_special_tokens = body.add_special_tokens is not False
-            prompts = [
-                TextPrompt(prompt, add_special_tokens) if isinstance(prompt, str) else TokenPrompt(prompt)
-                for prompt in body.prompts(self._edge.relay.served_model().max_model_len)
-            ]
+            prompts = body.prompts(self._edge.relay.served_model().max_model_len)
         clients = [
             ClientRequest(
                 prompt=prompt,

@@ -21,6 +21,7 @@ from kvrelay.core.rpc.write_deadline import WRITE_SECONDS, WriteDeadline
 from kvrelay.core.tasks import end_tasks
 from router.edge.body_budget import BodyShare
 from router.edge.http_protocol import ABORT
+from router.edge.idle_comments import COMMENT_SECONDS, IdleComments
 
 _logger = logging.getLogger(__name__)
 
@@ -137,9 +138,9 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A response of server-sent events from a generator, which one task iterates and closes.
 
-    The response starts with the first event: an error before that is raised, and gets a status of its own. A client
-    that takes nothing for `write_timeout` seconds is disconnected. The context `within` ends with the response, which
-    has to be called for that.
+    The response starts with the first event: an error before that is raised, and gets a status of its own. From then
+    on, `comment_seconds` without an event are followed by a comment. A client that takes nothing for `write_timeout`
+    seconds is disconnected. The context `within` ends with the response, which has to be called for that.
     """
 
     media_type = "text/event-stream"
@@ -150,12 +151,14 @@ class EventStream(Response):
         *,
         within: AbstractContextManager[object] = _NO_CONTEXT,
         write_timeout: float = WRITE_SECONDS,
+        comment_seconds: float = COMMENT_SECONDS,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._within = within
         self._write_timeout = write_timeout
+        self._comment_seconds = comment_seconds
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,12 +180,14 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with closing(WriteDeadline(self._write_timeout)) as deadline:
                 await _send_in_parts(send, first, deadline)
-                async for event in events:
-                    if len(event) > _PART_BYTES:
-                        await _send_in_parts(send, event, deadline)
-                        continue
-                    with deadline:
-                        await send({"type": "http.response.body", "body": event, "more_body": True})
+                async with aclosing(IdleComments(send, self._comment_seconds)) as comments:
+                    async for event in events:
+                        async with comments:
+                            if len(event) > _PART_BYTES:
+                                await _send_in_parts(send, event, deadline)
+                                continue
+                            with deadline:
+                                await send({"type": "http.response.body", "body": event, "more_body": True})
                 with deadline:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

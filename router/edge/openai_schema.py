@@ -17,8 +17,8 @@ from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.core.model.limits import room_for_output
 from kvrelay.text.message_content import text_of
-from router.edge.unsupported_fields import UNSUPPORTED_FIELDS
-from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, Role, TextPrompt
+from router.edge.unsupported_fields import REMEDIES, UNSUPPORTED_FIELDS
+from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, Role, TextPrompt, TokenPrompt
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class Body(BaseModel):
             if name not in self.refused:
                 _logger.debug("ignored unknown field %s", name)
             elif value is not None and value not in self.refused[name]:
-                raise InvalidRequestError(f"{name} is not supported here", field=name)
+                remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
+                raise InvalidRequestError(f"{name} is not supported here{remedy}", field=name)
 
 
 class GenerationBody(Body):
@@ -178,31 +179,34 @@ class CompletionBody(GenerationBody):
         """Returns whether the client wants nothing but its prompt, as for the log-probabilities of a given text."""
         return self.echo is True and self.max_tokens == 0
 
-    def prompts(self, max_model_len: int) -> list[str | list[int]]:
+    def prompts(self, max_model_len: int) -> list[TextPrompt | TokenPrompt]:
         """Returns one entry per prompt. Raises InvalidRequestError naming `prompt`. Lengths are checked before values,
         of which there may be very many."""
         prompt = self.prompt
+        add_special_tokens = self.add_special_tokens is not False
         if prompt is None:
             raise InvalidRequestError("prompt is required", field="prompt")
         if isinstance(prompt, str):
-            return [prompt]
+            return [TextPrompt(prompt, add_special_tokens)]
         if isinstance(prompt, list):
             if not prompt:
                 raise InvalidRequestError("prompt must not be empty", field="prompt")
             if type(prompt[0]) is int:
                 room_for_output(len(prompt), max_model_len, field="prompt")
                 if _are_token_ids(prompt):
-                    return [prompt]
+                    return [TokenPrompt(prompt)]
             if len(prompt) > MAX_PROMPTS:
                 raise InvalidRequestError(
                     f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS} are allowed", field="prompt"
                 )
+            named = {f"prompt[{number}]": entry for number, entry in enumerate(prompt)}
             if all(isinstance(entry, str) for entry in prompt):
-                return prompt
+                return [TextPrompt(text, add_special_tokens, name=name) for name, text in named.items()]
             if all(isinstance(entry, list) for entry in prompt):
-                room_for_output(max(map(len, prompt)), max_model_len, field="prompt")
+                for name, token_ids in named.items():
+                    room_for_output(len(token_ids), max_model_len, field="prompt", prompt=name)
                 if all(map(_are_token_ids, prompt)):
-                    return prompt
+                    return [TokenPrompt(token_ids, name=name) for name, token_ids in named.items()]
         raise InvalidRequestError(
             "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids",
             field="prompt",
@@ -232,7 +236,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGE
 
 
 class ChatBody(GenerationBody):
-    messages: Messages
+    messages: Messages = Field(default_factory=list)  # so that what was given instead can be refused by name
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -241,6 +245,8 @@ class ChatBody(GenerationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if "messages" not in self.model_fields_set:
+            raise InvalidRequestError("messages is required", field="messages")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", field="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -1,6 +1,7 @@
 """Fields of requests that other servers understand and that would change the answer, but that are not supported.
 
-Invariant: a client that sends one of them is refused, since it would take an answer for what it is not.
+Invariant: a client that sends one of them is refused, since it would take an answer for what it is not. It is told what
+to send instead, if there is something.
 """
 
 from collections.abc import Mapping
@@ -48,6 +49,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "repetition_detection": (),
     "watermarking": (False,),
     "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "include_reasoning": (True,),
     "messages": (),
     "max_completion_tokens": (),
     "top_logprobs": (0,),
@@ -71,4 +74,29 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "return_hidden_states": (False,),
     "return_prompt_token_ids": (False,),
     "return_meta_info": (False,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    # Dynamo's
+    "nvext": ({},),
 }
+
+_STRUCTURED = "there is no structured output"
+_TEMPLATE = "in chat, chat_template_kwargs sets the variables of the model's template"
+_NODES = "the router chooses the nodes of a request by itself"
+_OF_CHAT = "it belongs to POST /v1/chat/completions"
+_OF_COMPLETIONS = "it belongs to POST /v1/completions"
+REMEDIES: Mapping[str, str] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"), _STRUCTURED),
+    **dict.fromkeys(("structural_tag", "structured_outputs", "regex", "ebnf", "json_schema"), _STRUCTURED),
+    **dict.fromkeys(("reasoning_effort", "reasoning"), _TEMPLATE),
+    **dict.fromkeys(("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"), _NODES),
+    **dict.fromkeys(("messages", "add_generation_prompt"), _OF_CHAT),
+    **dict.fromkeys(("prompt", "echo", "add_special_tokens"), _OF_COMPLETIONS),
+    "chat_template_kwargs": _OF_CHAT,
+    "max_completion_tokens": "give max_tokens",
+    "top_logprobs": "give their number as logprobs",
+    "extra_key": "give cache_salt, which separates caches",
+    "nvext": "give sampling fields, priority and cache_salt as fields of the body",
+}
+"""By field, what to do without it, as the end of a sentence."""

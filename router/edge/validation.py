@@ -30,17 +30,20 @@ MAX_CHARS_PER_TOKEN = 128
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A text. `field` is the client's name for it, here as for the other prompts."""
+    """A text. `field` is the client's name for it, here as for the other prompts. `name`: which one of a list it is, as
+    errors say it."""
 
     text: str
     add_special_tokens: bool = True
     field: str = "prompt"
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     token_ids: Sequence[int]
     field: str = "prompt"
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] | None = None
     field: str = "messages"
+    name: None = None  # there is no list of conversations
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -95,6 +99,10 @@ class RequestValidator:
         self.check_model(client.model)
         model = self._relay.served_model()
         token_ids = await self.token_ids(client.prompt, model)
+        if not token_ids:
+            prompt = client.prompt
+            message = f"{prompt.name or prompt.field} must not be empty: it has no tokens"
+            raise InvalidRequestError(message, field=prompt.field)
         sampling = replace(client.sampling, max_tokens=_max_tokens(client, len(token_ids), model.max_model_len))
         if not MIN_PRIORITY <= client.priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority must fit 32 bits, got {client.priority}", field="priority")
@@ -109,13 +117,14 @@ class RequestValidator:
         )
 
     async def token_ids(self, prompt: Prompt, model: ServedModel) -> Sequence[int]:
-        """Returns the prompt's tokens, at least one and all in the vocabulary. Raises InvalidRequestError otherwise."""
-        field = prompt.field
+        """Returns the prompt's tokens, of which there may be none, all in the vocabulary. Raises InvalidRequestError
+        otherwise."""
+        field, name = prompt.field, prompt.name or prompt.field
         if isinstance(prompt, TokenPrompt):
-            room_for_output(len(prompt.token_ids), model.max_model_len, field=field)  # before the values are checked
+            _room_after(prompt, len(prompt.token_ids), model.max_model_len)  # before the values are checked
             token_ids = prompt.token_ids[:]  # a list is read faster than protobuf's container
         elif isinstance(prompt, TextPrompt):
-            _check_chars(prompt.text, field, model)
+            _check_chars(prompt.text, prompt, model)
             token_ids = await self._tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
         else:
             if not prompt.messages:
@@ -126,11 +135,10 @@ class RequestValidator:
                 add_generation_prompt=prompt.add_generation_prompt,
                 variables=prompt.template_kwargs,
             )
-            _check_chars(text, field, model)
+            _check_chars(text, prompt, model)
             token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
-        if not token_ids:
-            raise InvalidRequestError(f"{field} must not be empty: it has no tokens", field=field)
-        check_token_ids(token_ids, model.vocab_size, field=field)  # a tokenizer may know more tokens than its model
+        # A tokenizer may know more tokens than its model.
+        check_token_ids(token_ids, model.vocab_size, field=field, name=name)
         return token_ids
 
 
@@ -138,21 +146,28 @@ def _max_tokens(client: ClientRequest, num_prompt_tokens: int, max_model_len: in
     """Returns the `max_tokens` that the client wants or gets by default. Raises InvalidRequestError if the model's
     length does not allow it."""
     wanted, field = client.max_tokens, client.max_tokens_field
-    room = room_for_output(num_prompt_tokens, max_model_len, field=client.prompt.field)
+    room = _room_after(client.prompt, num_prompt_tokens, max_model_len)
     if wanted is None:
         return room if isinstance(client.prompt, ChatPrompt) else min(DEFAULT_COMPLETION_TOKENS, room)
     if wanted < 1:
         raise InvalidRequestError(f"{field} must be at least 1, got {wanted}", field=field)
     if wanted > room:
-        reason = f"{num_prompt_tokens} prompt tokens and {field} of {wanted} are more: {field} may be at most {room}"
+        name = client.prompt.name
+        prompt = f"{num_prompt_tokens} tokens of {name}" if name else f"{num_prompt_tokens} prompt tokens"
+        reason = f"{prompt} and {field} of {wanted} are more: {field} may be at most {room}"
         raise too_long(max_model_len, reason, field=field)
     return wanted
 
 
-def _check_chars(text: str, field: str, model: ServedModel) -> None:
+def _room_after(prompt: Prompt, num_tokens: int, max_model_len: int) -> int:
+    """Returns how many tokens a prompt leaves for the output, at least one. Raises ContextLengthError."""
+    return room_for_output(num_tokens, max_model_len, field=prompt.field, prompt=prompt.name or "the prompt")
+
+
+def _check_chars(text: str, prompt: Prompt, model: ServedModel) -> None:
     if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
-        reason = f"{field} has {len(text)} characters, which are far more"
-        raise too_long(model.max_model_len, reason, field=field)
+        reason = f"{prompt.name or prompt.field} has {len(text)} characters, which are far more"
+        raise too_long(model.max_model_len, reason, field=prompt.field)
 
 
 def _check_template_kwargs(kwargs: dict[str, Any] | None) -> None:

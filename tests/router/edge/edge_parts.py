@@ -115,7 +115,7 @@ class ScriptedRelay:
                 reason = FinishReason.STOP if ended else FinishReason.LENGTH if i + 1 == num_tokens else None
                 yield TokenOutput(index, (token_id,), logprobs, reason, token_id if ended else None)
         kv = KVOrigins(num_holder_blocks=1, num_recomputed_tokens=3)
-        yield RequestTrace("prefill-0", "decode-0", 1, 3, 2, 1, 0.001, 0.002, 0.003, kv=kv)
+        yield RequestTrace("prefill-0", "decode-0", 1, 3, 2, 1, 0.001, 0.002, 0.003, kv=kv, handover_seconds=0.004)
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:

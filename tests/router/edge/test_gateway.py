@@ -391,5 +391,5 @@ async def test_overload_is_reported_before_any_work(gateway: Gateway, relay: Scr
 async def test_token_ids_are_counted_before_they_are_looked_at(gateway: Gateway, prompt: list[object]) -> None:
     refused = await gateway.post("/v1/completions", COMPLETION | {"prompt": prompt})
     assert refused.status_code == 400
-    too_long = f"the prompt has {MAX_MODEL_LEN + 1} tokens"
+    too_long = f"has {MAX_MODEL_LEN + 1} tokens"
     assert (too_long in refused.json()["error"]["message"]) is (len(prompt) != 3)

@@ -144,6 +144,33 @@ async def test_clients_recognise_that_they_have_to_shorten_a_conversation(
     assert words in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([5] * MAX_MODEL_LEN, f"prompt[2] has {MAX_MODEL_LEN} tokens"),
+        ("hello " * MAX_MODEL_LEN, "prompt[2] has "),
+        ("x" * 129 * MAX_MODEL_LEN, f"prompt[2] has {129 * MAX_MODEL_LEN} characters"),
+        ([5, 10**9], f"prompt[2]: token id {10**9} is outside the vocabulary"),
+        ([], "prompt[2] must not be empty"),
+        ("", "prompt[2] must not be empty"),
+    ],
+    ids=["tokens", "tokens of a text", "characters", "vocabulary", "no tokens", "no text"],
+)
+async def test_of_a_list_of_prompts_the_wrong_one_is_named(gateway: Gateway, wrong: object, words: str) -> None:
+    right: object = "hello" if isinstance(wrong, str) else [5]
+    body = COMPLETION | {"prompt": [right, right, wrong, right], "add_special_tokens": False}
+    error = (await gateway.post("/v1/completions", body)).json()["error"]
+    assert error["param"] == "prompt"
+    assert words in error["message"]
+
+
+async def test_the_prompt_of_a_list_that_leaves_too_little_for_max_tokens_is_named(gateway: Gateway) -> None:
+    body = COMPLETION | {"prompt": [[5], [5] * 250], "max_tokens": 7}
+    error = (await gateway.post("/v1/completions", body)).json()["error"]
+    assert error["param"] == "max_tokens"
+    assert "250 tokens of prompt[1] and max_tokens of 7 are more" in error["message"]
+
+
 async def test_harmless_values_of_unsupported_fields_are_accepted(gateway: Gateway) -> None:
     body = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
     more = {"bad_words": [], "best_of": 1, "logprobs": False, "top_logprobs": 0}

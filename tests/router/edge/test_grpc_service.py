@@ -25,7 +25,7 @@ from kvrelay.core.rpc.errors import error_from_rpc
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.edge.edge import Edge
-from router.edge.grpc_service import MAX_REQUEST_ID_CHARS, RouterService
+from router.edge.grpc_service import _OPTIONAL_SAMPLING_FIELDS, MAX_REQUEST_ID_CHARS, RouterService
 from router.edge.prompt_logprobs import MAX_ENTRIES
 from router.edge.validation import MAX_MESSAGES
 from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
@@ -81,6 +81,7 @@ async def test_a_streamed_generation_has_every_chunk_and_ends_with_usage_and_tra
     assert last.usage.cached_tokens == 2
     assert (last.trace.prefill_node, last.trace.decode_node) == ("prefill-0", "decode-0")
     assert (last.trace.queue_seconds, last.trace.ttft_seconds, last.trace.e2e_seconds) == (0.001, 0.002, 0.003)
+    assert last.trace.handover_seconds == 0.004
     assert (last.trace.kv.num_holder_blocks, last.trace.kv.num_recomputed_tokens) == (1, 3)
     assert {message.request_id for message in messages} == {relay.requests[0].request_id}
 
@@ -160,21 +161,39 @@ async def test_prompt_logprobs_that_no_message_could_hold_are_refused(
 
 
 async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -> None:
+    as_given = {
+        "n": 1,
+        "max_tokens": 3,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.75,
+        "seed": 2**64 - 1,
+        "logprobs": 1,
+        "prompt_logprobs": 2,
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
     request = router_pb2.GenerateRequest(
         request_id="mine",
         model=MODEL,
         prompt_token_ids=router_pb2.TokenIds(ids=[5, 6, 7]),
-        max_tokens=3,
-        temperature=0.0,
         top_k=-1,
-        seed=2**64 - 1,
         logit_bias={5: -1.5},
+        stop=["zebra"],
         stop_token_ids=[9],
-        ignore_eos=True,
         priority=-2,
         cache_salt="salt",
-        skip_special_tokens=False,
+        **as_given,  # type: ignore[arg-type]
     )
+    fields, given = request.DESCRIPTOR.fields, {field.name for field, _ in request.ListFields()}
+    assert {field.name for field in fields} - given == {"prompt", "chat"}, "no other one is left out"
+    optional = {field.name for field in fields if field.has_presence and not field.message_type}
+    assert optional - {"prompt", "max_tokens"} == set(_OPTIONAL_SAMPLING_FIELDS)
     response = await stub.Generate(request, timeout=20)
     assert response.request_id == "mine"
     assert response.outputs[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
@@ -186,9 +205,9 @@ async def test_every_input_and_field_arrives(stub: Stub, relay: ScriptedRelay) -
         await stub.Generate(prompt(), timeout=timeout)
         assert relay.requests[-1].timeout == 60.0, "a client's own time only shortens it"
     sampling = routed.sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.seed) == (3, 0.0, 0, 2**64 - 1)
-    assert (sampling.logit_bias, sampling.stop_token_ids) == (((5, -1.5),), (9,))
-    assert (sampling.ignore_eos, sampling.skip_special_tokens) == (True, False)
+    assert {name: getattr(sampling, name) for name in as_given} == as_given
+    others = (sampling.top_k, sampling.stop, sampling.logit_bias, sampling.stop_token_ids)
+    assert others == (0, ("zebra",), ((5, -1.5),), (9,))
 
 
 async def test_a_chat_is_rendered_with_the_models_template(stub: Stub, relay: ScriptedRelay) -> None:
@@ -210,6 +229,7 @@ async def test_tokenize_and_detokenize_are_inverse_and_the_model_is_listed(stub:
     assert len((await stub.Detokenize(full)).text) >= MAX_MODEL_LEN
     bare = await stub.Tokenize(router_pb2.TokenizeRequest(text="hello 你好", add_special_tokens=False))
     assert bare.token_ids == tokenized.token_ids[1:]
+    assert not (await stub.Tokenize(router_pb2.TokenizeRequest(text="", add_special_tokens=False))).token_ids
     models = (await stub.ListModels(router_pb2.ListModelsRequest())).models
     assert [(model.id, model.max_model_len) for model in models] == [(MODEL, MAX_MODEL_LEN)]
 
@@ -250,7 +270,6 @@ async def test_bad_input_names_its_field_and_the_next_request_works(
     ("request_", "field"),
     [
         (router_pb2.TokenizeRequest(), "text"),
-        (router_pb2.TokenizeRequest(text="", add_special_tokens=False), "text"),
         (router_pb2.TokenizeRequest(text="x" * 2_000_000), "text"),
         (router_pb2.TokenizeRequest(chat=router_pb2.ChatMessages()), "messages"),
         (

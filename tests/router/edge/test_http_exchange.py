@@ -109,23 +109,35 @@ async def test_the_connection_of_a_client_that_takes_nothing_is_dropped_with_wha
             assert await asyncio.wait_for(last_message, PATIENCE) == {"type": "http.disconnect"}
 
 
+# With buffers as large as the system likes, a server could send again only after a client has read megabytes.
+_ROOM_BYTES = 32 << 10
+
+
+def _connected_with_little_room(port: int) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _ROOM_BYTES)
+    client.connect(("127.0.0.1", port))
+    return client
+
+
 @pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
 async def test_so_is_that_of_a_client_that_takes_nothing_of_a_whole_answer(connection: bytes) -> None:
     """One that takes a little at a time gets all of it, however long that takes."""
-    num_bytes, head = 40 << 20, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: %s\r\n\r\n" % connection
+    num_bytes, head = 16 << 20, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: %s\r\n\r\n" % connection
     transports: list[asyncio.Transport] = []
 
     async def answer(request: Request) -> Response:
         transports.append(request.scope["state"][ABORT].__self__)
+        transports[-1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM_BYTES)
         return Response(bytes(num_bytes))
 
     async with (
         http_server(Starlette(routes=[Route("/", answer)]), idle_seconds=1) as port,
         asyncio.timeout(PATIENCE),
     ):
-        with socket.create_connection(("127.0.0.1", port)) as stuck:
+        with _connected_with_little_room(port) as stuck:
             stuck.sendall(head)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection(sock=_connected_with_little_room(port))
             writer.write(head)
             await reader.readuntil(b"\r\n\r\n")
             num_taken = 0

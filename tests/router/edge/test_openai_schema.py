@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from kvrelay.core.errors import InvalidRequestError
 from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from router.edge.unsupported_fields import REMEDIES, UNSUPPORTED_FIELDS
 from router.edge.validation import MAX_MESSAGES
 
 MESSAGE = {"role": "user", "content": "hello"}
@@ -91,6 +92,12 @@ def test_no_garbage_is_looked_for_while_a_body_becomes_objects(more: dict[str, o
         ("return_hidden_states", True, False),
         ("return_prompt_token_ids", True, False),
         ("return_meta_info", True, False),
+        ("nvext", {"ignore_eos": True}, {}),
+        ("kv_transfer_params", {"do_remote_decode": True}, {}),
+        ("bootstrap_host", "10.0.0.2", None),
+        ("bootstrap_port", 8998, None),
+        ("bootstrap_room", 1, None),
+        ("include_reasoning", False, True),
     ],
 )
 def test_what_would_change_an_answer_is_not_ignored(field: str, value: object, harmless: object) -> None:
@@ -99,6 +106,46 @@ def test_what_would_change_an_answer_is_not_ignored(field: str, value: object, h
         with pytest.raises(InvalidRequestError, match=f"^{field} is not supported") as refused:
             cls.parse(json.dumps(body | {field: value}).encode())
         assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "remedy"),
+    [
+        (CompletionBody, "messages", [MESSAGE], "it belongs to POST /v1/chat/completions"),
+        (CompletionBody, "chat_template_kwargs", {"x": 1}, "it belongs to POST /v1/chat/completions"),
+        (CompletionBody, "max_completion_tokens", 5, "give max_tokens"),
+        (CompletionBody, "top_logprobs", 5, "give their number as logprobs"),
+        (CompletionBody, "guided_json", {}, "there is no structured output"),
+        (ChatBody, "response_format", {"type": "json_object"}, "there is no structured output"),
+        (ChatBody, "prompt", "hello", "it belongs to POST /v1/completions"),
+        (
+            ChatBody,
+            "reasoning_effort",
+            "low",
+            "in chat, chat_template_kwargs sets the variables of the model's template",
+        ),
+        (TokenizeBody, "reasoning", {"effort": "low"}, "chat_template_kwargs"),
+        (ChatBody, "nvext", {"top_k": 5}, "give sampling fields, priority and cache_salt as fields of the body"),
+        (ChatBody, "extra_key", "tenant", "give cache_salt"),
+        (ChatBody, "kv_transfer_params", {"remote_host": "x"}, "the router chooses the nodes of a request by itself"),
+    ],
+)
+def test_a_refusal_says_what_to_do_instead(cls: type[Body], field: str, value: object, remedy: str) -> None:
+    body: dict[str, object] = {"messages": [MESSAGE]} if cls is ChatBody else {"prompt": "hello"}
+    with pytest.raises(InvalidRequestError, match=f"^{field} is not supported here: .*{remedy}"):
+        cls.parse(json.dumps(body | {field: value}).encode())
+
+
+def test_remedies_are_those_of_fields_that_are_refused() -> None:
+    assert set(REMEDIES) <= set(UNSUPPORTED_FIELDS)
+
+
+def test_a_chat_without_messages_is_refused_for_the_prompt_that_it_has_instead() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompt is not supported here: it belongs to POST /v1/completions"):
+        ChatBody.parse(b'{"prompt": "hello"}')
+    with pytest.raises(InvalidRequestError, match=r"^messages is required$") as refused:
+        ChatBody.parse(b"{}")
+    assert refused.value.field == "messages"
 
 
 def test_a_byte_order_mark_is_no_part_of_a_body() -> None:

@@ -21,6 +21,13 @@ async def test_a_text_is_the_text_of_its_tokens(gateway: Gateway) -> None:
     assert len(bare["token_strs"]) == len(bare["tokens"]) and bare["token_strs"][0] == "hello"
 
 
+async def test_a_text_may_have_no_tokens(gateway: Gateway) -> None:
+    empty = {"prompt": "", "return_token_strs": True}
+    answer = (await gateway.post("/tokenize", {**empty, "add_special_tokens": False})).json()
+    assert answer == {"count": 0, "max_model_len": MAX_MODEL_LEN, "tokens": [], "token_strs": []}
+    assert (await gateway.post("/tokenize", empty)).json()["count"] == 1
+
+
 async def test_a_chat_has_the_tokens_that_are_generated_from(gateway: Gateway) -> None:
     tokens = (await gateway.post("/tokenize", CHAT)).json()["tokens"]
     await gateway.post("/v1/chat/completions", CHAT)
@@ -35,7 +42,6 @@ async def test_a_chat_has_the_tokens_that_are_generated_from(gateway: Gateway) -
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
-        ("/tokenize", {"prompt": "", "add_special_tokens": False}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "x", "messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, 400, "add_generation_prompt"),
