@@ -1,4 +1,5 @@
-"""What the command lines of benchmark scripts share: a parser, and types of arguments."""
+"""What the command lines of benchmark scripts share: a parser, an argument and its type, and an environment without
+kvrelay's settings."""
 
 import argparse
 import os
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 from kvrelay.core.config.fields import ENV_PREFIX
+from kvrelay.core.process.cgroup import available_cores
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -22,22 +24,26 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def script_parser(file: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of the script in `file`, which is run as `python -m bench.NAME`. The environment keeps none of
-    kvrelay's settings, and a note names those that it had."""
-    for variable in drop_settings():
-        print(f"note: the variable {variable} is not a setting of benchmarks; ignored", file=sys.stderr)
+    """Returns the parser of the script in `file`, which is run as `python -m bench.NAME`, and drops kvrelay's settings
+    from the environment."""
+    drop_settings()
     return argparse.ArgumentParser(
         prog=f"python -m bench.{Path(file).stem}", description=description, formatter_class=_Help
     )
 
 
-def drop_settings() -> list[str]:
-    """Removes kvrelay's settings from the environment, and returns their names: what a benchmark starts, and the loads
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Adds `--threads` to the parser of a script that computes in its own process."""
+    text = "CPU threads; default: one for each core that this process may use"
+    parser.add_argument("--threads", type=positive, default=available_cores(), help=text)
+
+
+def drop_settings() -> None:
+    """Removes kvrelay's settings from the environment, with a note for each: what a benchmark starts, and the loads
     that it makes, would have them, and not be what it says that they are."""
-    found = sorted(variable for variable in os.environ if variable.startswith(ENV_PREFIX))
-    for variable in found:
+    for variable in sorted(variable for variable in os.environ if variable.startswith(ENV_PREFIX)):
+        print(f"note: the variable {variable} is not a setting of benchmarks; ignored", file=sys.stderr)
         del os.environ[variable]
-    return found
 
 
 def positive(text: str) -> int:

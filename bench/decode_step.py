@@ -22,7 +22,7 @@ from paged_kernels.cpu.extension import load_extension
 from paged_kernels.cpu.threads import use_threads
 from paged_kernels.registry import select_backend
 
-from bench.arguments import positive, script_parser
+from bench.arguments import add_threads, positive, script_parser
 from bench.even_batch import even_batch
 from bench.figures import Figure, add_json_file, write_figures
 from bench.random_model import SHAPES, PrequantizedMethod, write_random_model
@@ -55,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--batch", type=positive, nargs="+", default=[1, 4, 16], help="sequences per step, one or several"
     )
     parser.add_argument("--context", type=positive, default=256, help="tokens of KV per sequence")
-    parser.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
-    )
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=15, help="measurements of each form, besides one to warm up")
     parser.add_argument(
         "--weights", nargs="+", choices=FORMS, default=FORMS, help="forms to measure; ratios are to the first one"

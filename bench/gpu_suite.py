@@ -29,7 +29,7 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "kernels")]  # it runs from a working tr
 
 import torch  # noqa: E402
 
-from bench.arguments import positive  # noqa: E402
+from bench.arguments import drop_settings, positive  # noqa: E402
 from bench.gpu.bars import judged  # noqa: E402
 from bench.gpu.parts import PARTS, Suite  # noqa: E402
 from bench.gpu.report import Record, Result, read_records, table  # noqa: E402
@@ -42,6 +42,7 @@ _CASE_SECONDS = 300.0  # a case that takes longer hangs: its part is ended, so t
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
+    drop_settings()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.show:
         return _show(args.show)

@@ -16,7 +16,7 @@ from paged_kernels.registry import select_backend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.arguments import positive, script_parser
+from bench.arguments import add_threads, positive, script_parser
 from bench.even_batch import even_batch
 from bench.timing import torch_computes, wall_seconds
 
@@ -115,9 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=positive, default=14, help="query heads")
     parser.add_argument("--kv-heads", type=positive, default=2, help="KV heads, which divide the query heads")
     parser.add_argument("--head-dim", type=positive, default=64, help="elements of a head")
-    parser.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
-    )
+    add_threads(parser)
     parser.add_argument("--repeats", type=positive, default=10, help="calls of which the fastest counts")
     parser.add_argument(
         "--rounds", type=positive, default=3, help="turns that the pools of a decode batch take; the fastest counts"

@@ -20,7 +20,7 @@ from paged_kernels.cpu.packed import PackedWeight
 from paged_kernels.cpu.threads import use_threads
 from torch import Tensor
 
-from bench.arguments import positive, script_parser
+from bench.arguments import add_threads, positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[1, 8, 16, 33, 64, 128, 512, 2048],
         help="rows (tokens) that are multiplied at a time, one number or several",
     )
-    parser.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
-    )
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=5, help="measurements, besides one to warm up")
     parser.add_argument("--copies", type=positive, default=8, help="weights of each shape, used in turn")
     available = [name for name in _native.available_instruction_sets() if not name.endswith("_emulated")]

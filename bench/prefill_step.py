@@ -31,7 +31,7 @@ from paged_kernels.cpu.threads import use_threads
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from bench.arguments import positive, script_parser
+from bench.arguments import add_threads, positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
@@ -118,9 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="STEP",
         help=f"[COUNT*]NEW:CACHED tokens of each sequence, separated by commas (default: {' '.join(STEPS)})",
     )
-    parser.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
-    )
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=7, help="measurements, besides one to warm up")
     parser.add_argument(
         "--quantization",

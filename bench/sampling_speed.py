@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from paged_kernels.cpu.threads import use_threads
 
-from bench.arguments import positive, script_parser
+from bench.arguments import add_threads, positive, script_parser
 from bench.in_turn import measure_in_turn
 from bench.timing import torch_computes, wall_seconds
 from kvrelay.core.generation.sampling_params import SamplingParams
@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vocab-size", type=positive, default=151_936, help="logits of a row (default: 151936, that of Qwen2)"
     )
-    parser.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), help="CPU threads; default: all cores"
-    )
+    add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=9, help="measurements, besides one to warm up")
     arguments = parser.parse_args(argv)
     use_threads(arguments.threads)

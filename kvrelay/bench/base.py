@@ -93,7 +93,8 @@ class Client(Protocol):
         """Chooses the model of all later requests and returns its name. Must be called first. `wanted` is empty for the
         only model that is served.
 
-        Raises UnavailableError when nothing answers, UnknownModelError when the model is not served there.
+        Raises UnavailableError when nothing answers, UnknownModelError when the model is not served there, or when none
+        is wanted and not exactly one is served.
         """
         ...
 

@@ -7,8 +7,9 @@ from typing import cast
 import grpc
 
 from kvrelay.bench.base import Answer, Failure, Generation, Prompt, Send, messages_of
+from kvrelay.bench.model_choice import choose_model
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import UnavailableError, UnknownModelError
+from kvrelay.core.errors import UnavailableError
 from kvrelay.core.rpc.connections import channel_options
 from kvrelay.core.rpc.errors import DETAILS_KEY
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -43,9 +44,7 @@ class GrpcClient:
                 "MODEL`, or give its gRPC address with --url grpc://host:port"
             ) from error
         served = [model.id for model in response.models]
-        if wanted and wanted not in served:
-            raise UnknownModelError(f"--model: no model {wanted!r} there; {self._address} has {', '.join(served)}")
-        self._model = wanted or served[0]
+        self._model = choose_model(wanted, served, where=f"grpc://{self._address}")
         return self._model
 
     async def prepare(self, prompt: Prompt, max_tokens: int) -> Send:

@@ -12,9 +12,10 @@ import aiohttp
 
 from kvrelay.bench.base import Answer, Failure, Generation, Prompt, Send, messages_of
 from kvrelay.bench.json_body import chat_body, completion_body
+from kvrelay.bench.model_choice import choose_model
 from kvrelay.bench.sse import SseParser
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import UnavailableError, UnknownModelError
+from kvrelay.core.errors import UnavailableError
 
 # Less than servers keep idle connections (uvicorn: 5 s), so that no request goes out on one that is just being closed.
 _KEEPALIVE_SECONDS = 2.0
@@ -78,7 +79,7 @@ class OpenAIClient:
                 "or name the model with --model"
             )
         served = _model_names(body) if status == 200 else []
-        self._fields["model"] = _chosen(wanted, served, f"{self._base}/v1/models")
+        self._fields["model"] = choose_model(wanted, served, where=f"{self._base}/v1/models")
         return str(self._fields["model"])
 
     async def prepare(self, prompt: Prompt, max_tokens: int) -> Send:
@@ -189,18 +190,6 @@ def _model_names(body: bytes) -> list[str]:
         return [str(model["id"]) for model in json.loads(body)["data"]]
     except (ValueError, KeyError, TypeError):
         return []
-
-
-def _chosen(wanted: str, served: list[str], where: str) -> str:
-    if not served and wanted:  # some servers have no list
-        return wanted
-    if not served:
-        raise UnknownModelError(f"{where} names no model: give one with --model")
-    if not wanted and len(served) > 1:
-        raise UnknownModelError(f"{where} has several models: choose one with --model: {', '.join(served)}")
-    if wanted and wanted not in served:
-        raise UnknownModelError(f"--model: no model {wanted!r} there; {where} has {', '.join(served)}")
-    return wanted or served[0]
 
 
 async def _beginning(content: aiohttp.StreamReader) -> bytes:

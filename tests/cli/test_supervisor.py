@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, MakeSuccessor, ReadyLine, Supervisor
+from kvrelay.cli.supervisor import (
+    MAX_RESTARTS,
+    ChildCommand,
+    ChildFailedError,
+    MakeSuccessor,
+    ReadyLine,
+    Supervisor,
+)
 
 # A child that reports ready and ends with its standard input, as nodes do. Its address is its process id.
 SERVE = """
@@ -54,6 +61,15 @@ sys.exit(3)
 
 NEVER_READY = """
 import sys
+sys.stdin.buffer.read()
+"""
+
+# A child that is never ready the first time, and serves when it is started again. Its argument is a file of its own.
+READY_THE_SECOND_TIME = """
+import json, os, sys
+if os.path.exists(sys.argv[1]):
+    print(json.dumps({"event": "ready"}), flush=True)
+open(sys.argv[1], "w").close()
 sys.stdin.buffer.read()
 """
 
@@ -224,6 +240,46 @@ async def test_a_child_that_ends_again_and_again_is_given_up(monkeypatch: pytest
         with pytest.raises(ChildFailedError, match=r"(?s)exit code 3 again, after 5 restarts.*model.norm is missing"):
             await supervisor.keep(make_successor=dies, timeout=20, on_event=events.append)
     assert len(events) == 5
+
+
+async def test_a_child_that_has_served_for_a_while_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it has ended before, it is started again, and no later than the first time."""
+    monkeypatch.setattr("kvrelay.cli.supervisor._SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr("kvrelay.cli.supervisor._FIRST_WAIT_SECONDS", 0.01)
+    events: asyncio.Queue[str] = asyncio.Queue()
+    async with Supervisor(stop_timeout=5) as supervisor:
+        await supervisor.start([child("decode-0", SERVE)], timeout=20)
+        keeping = asyncio.create_task(
+            supervisor.keep(make_successor=lambda command, _: command, timeout=20, on_event=events.put_nowait)
+        )
+        for _ in range(MAX_RESTARTS + 2):
+            supervisor.children[0].kill()
+            async with asyncio.timeout(20):
+                assert await events.get() == "decode-0 was killed by SIGKILL and is started again in 0.01 s."
+                assert await events.get() == "decode-0 serves again."
+        assert not keeping.done()
+        keeping.cancel()
+
+
+async def test_a_successor_that_is_not_ready_in_time_is_killed_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.cli.supervisor._LONGEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("kvrelay.cli.supervisor._FIRST_WAIT_SECONDS", 0.01)
+    stuck = child("decode-0", READY_THE_SECOND_TIME, arguments=[str(tmp_path / "has-started")])
+    events: asyncio.Queue[str] = asyncio.Queue()
+    ended: list[str] = []
+    async with Supervisor(stop_timeout=5) as supervisor:
+        await supervisor.start([child("decode-0", SERVE)], timeout=20)
+        keeping = asyncio.create_task(
+            supervisor.keep(make_successor=lambda *_: stuck, timeout=1.0, on_event=events.put_nowait)
+        )
+        supervisor.children[0].kill()
+        async with asyncio.timeout(20):
+            while (event := await events.get()) != "decode-0 serves again.":
+                ended.append(event)
+        assert len(ended) >= 2 and set(ended) == {"decode-0 was killed by SIGKILL and is started again in 0.01 s."}
+        keeping.cancel()
 
 
 async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.random_model import EOS_TOKEN_ID
 from kvrelay.core.errors import CancelledByPeerError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
@@ -51,12 +52,13 @@ async def test_parallel_outputs_are_those_of_an_aggregated_node(model: Path) -> 
 
 
 async def test_penalties_bias_and_min_tokens_survive_the_split(model: Path) -> None:
+    """The bias makes the end token the most likely one at once, so that only `min_tokens` keeps it away."""
     options: dict[str, Any] = {
         "repetition_penalty": 1.3,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.7,
-        "logit_bias": ((7, 2.5), (9, -100.0)),
-        "min_tokens": 10,
+        "logit_bias": ((7, 2.5), (9, -100.0), (EOS_TOKEN_ID, 100.0)),
+        "min_tokens": 20,
         "ignore_eos": False,
         "max_tokens": 24,
     }
@@ -65,8 +67,21 @@ async def test_penalties_bias_and_min_tokens_survive_the_split(model: Path) -> N
         async with cluster(model, prefill_nodes=prefill_nodes) as running:
             found.append((await running.generate(prompt_of(60), **options)).tokens[0])
     assert found[0] == found[1]
-    assert len(found[0]) >= 10
+    assert found[0].index(EOS_TOKEN_ID) == len(found[0]) - 1 == 20
     assert 9 not in found[0]
+
+
+@pytest.mark.parametrize(
+    "without", [{"repetition_penalty": 1.0}, {"presence_penalty": 0.0}, {"frequency_penalty": 0.0}]
+)
+async def test_each_penalty_changes_what_is_generated(model: Path, without: dict[str, Any]) -> None:
+    penalties: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7}
+    async with cluster(model) as running:
+        found = [
+            (await running.generate(prompt_of(60), max_tokens=60, **{**penalties, **others})).tokens[0]
+            for others in ({}, without)
+        ]
+    assert found[0] != found[1]
 
 
 async def test_logprobs_are_the_models_on_both_sides_of_the_split(model: Path) -> None:

@@ -14,6 +14,7 @@ from tests.demo_model import DEMO_MODEL
 from tests.e2e.client import grpc_request, router_at
 from tests.e2e.cluster import FREE_PORTS, SMALL, Oracle, link_model, served
 from tests.e2e.processes import (
+    PATIENCE_SECONDS,
     process_of,
     processes_of,
     program,
@@ -61,6 +62,32 @@ def test_a_second_ctrl_c_ends_everything_sooner(model: Path, directory: Path) ->
         assert processes_of(model) == {}
         assert [path for path in segments if path.exists()] == []
         assert "Traceback" not in serve.log.read_text()
+
+
+def test_a_second_sigterm_ends_a_nodes_drain(model: Path, directory: Path) -> None:
+    """The first one leaves a request ten minutes to end, which is cut off by the second."""
+    decode = ("decode", str(model), *SMALL, "--threads", "1", "--drain-timeout", "600")
+    with program(*decode, log=model.with_suffix(".node.log"), directory=directory) as node:
+        address = str(node.wait_ready()["address"])
+        segments = segments_of(model)
+        router = ("router", str(model), *FREE_PORTS, "--decode-nodes", address, "--node-wait", "0")
+        with (
+            program(*router, log=model.with_suffix(".log"), directory=directory) as running,
+            router_at(running.wait_ready()) as client,
+        ):
+            stream = client.stream(grpc_request(PROMPT, 3500))
+            next(stream)
+            node.process.send_signal(signal.SIGTERM)
+            node.wait_log("draining for at most 600 s")
+            assert node.process.poll() is None
+            node.process.send_signal(signal.SIGTERM)
+            assert node.process.wait(PATIENCE_SECONDS) == 0, node.log.read_text()
+            with pytest.raises(grpc.RpcError):  # it was cut off
+                list(stream)
+            assert running.interrupt() == 0, running.log.read_text()
+        assert processes_of(model) == {}
+        assert segments and [path for path in segments if path.exists()] == []
+        assert "Traceback" not in node.log.read_text()
 
 
 def test_a_node_that_still_loads_ends_at_ctrl_c(model: Path, directory: Path) -> None:

@@ -11,7 +11,9 @@ from transformers import LlamaConfig
 from kvrelay import LLM, SamplingParams
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine import startup
+from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.options import EngineOptions
+from kvrelay.engine.scheduler import SchedulerConfig
 from kvrelay.engine.startup import prepare_engine
 from tests.engine.load_on_cpu import load
 from tests.engine.reference import Reference
@@ -72,3 +74,30 @@ def test_rotary_positions_that_no_sequence_reaches_take_no_memory(family: str, t
     for kept, all_of_it in ((table.cos, whole.cos), (table.sin, whole.sin)):
         assert torch.equal(kept, all_of_it[: 80 * 16])
         assert kept.untyped_storage().nbytes() == kept.nbytes < all_of_it.nbytes
+
+
+def test_the_scheduler_has_the_limits_and_the_policy_of_the_options(tmp_path: Path) -> None:
+    options = EngineOptions(
+        str(make_tiny_model("llama", tmp_path)),
+        device="cpu",
+        threads=1,
+        num_blocks=77,
+        block_size=8,
+        max_model_len=200,
+        max_num_seqs=3,
+        max_num_batched_tokens=48,
+        max_num_mixed_tokens=24,
+        scheduling_policy="priority",
+    )
+    prepared = prepare_engine(options)
+    pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
+    engine = prepared.build(pool, on_evict=lambda block_ids: None, publish=False)
+    assert engine.config == SchedulerConfig(
+        block_size=8,
+        max_num_seqs=3,
+        max_num_batched_tokens=48,
+        max_num_mixed_tokens=24,
+        max_model_len=200,
+        policy="priority",
+    )
+    engine.check_idle()

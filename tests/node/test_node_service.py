@@ -43,6 +43,22 @@ async def test_an_idle_node_sends_one_message_per_heartbeat() -> None:
     assert connector.refused["digest"] == 2
 
 
+async def test_counts_are_sent_again_with_every_heartbeat_and_told_apart() -> None:
+    clock = ManualClock()
+    async with serving(DecodeService, node := make_node()):
+        service = NodeService(node, NodeRole.DECODE, heartbeat=0.01, clock=clock)
+        watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
+        async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
+            for number in (1, 10, 100):
+                counts = node.lease_counts
+                counts.released, counts.ended_early, counts.expired = 2 * number, 3 * number, 5 * number
+                stats = (await anext(messages)).stats
+                found = (stats.num_leases_released, stats.num_leases_ended_early, stats.num_leases_expired)
+                assert found == (2 * number, 3 * number, 5 * number)
+                assert not (await anext(messages)).HasField("stats"), "its time has not come again"
+                clock.seconds += 0.01
+
+
 @pytest.mark.parametrize("gathers", [False, True])
 async def test_watchers_are_told_at_once_that_a_node_drains(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while a watcher gathers further changes, as that of a busy node mostly does. What changes later is gathered

@@ -268,6 +268,17 @@ def test_a_refill_goes_to_a_prefill_node_or_nowhere(name: str) -> None:
     assert policy.refill(facts(), candidates(decode("d0")), 500) is None
 
 
+def test_refills_take_turns_or_the_shortest_queue() -> None:
+    nodes = candidates(prefill("p0", queued=900), prefill("p1", queued=10), prefill("p2", queued=500), decode("d0"))
+    for policy, expected in (
+        (RoundRobin(), ["p0", "p1", "p2", "p0"]),
+        (LeastLoaded(), ["p1"] * 4),
+        (PrefixAware(0), ["p1"] * 4),
+    ):
+        refills = [policy.refill(facts(number=number), nodes, 500) for number in range(4)]
+        assert [refill.prefill for refill in refills if refill is not None] == expected
+
+
 def test_few_missing_tokens_are_computed_where_they_are_missed() -> None:
     nodes = candidates(prefill("p0"), decode("d0"))
     assert PrefixAware(64).refill(facts(), nodes, 64) is None
