@@ -88,6 +88,12 @@ class KVConnector(Protocol):
         is what was published. One that is being stored meanwhile may stay. Does not raise KVError."""
         ...
 
+    async def finish_storing(self) -> None:
+        """Returns when everything published so far was offered to the store that all nodes share, if there is one: one
+        behind another connector takes its time. Has no deadline; a store that fails or hangs lacks blocks afterwards,
+        and each of its exchanges has a deadline. Does not raise KVError."""
+        ...
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         """Copies blocks by name into the local pool at their `block_id`, in at most `timeout` seconds. Without a
         `source` only a store that all nodes share is asked.

@@ -109,6 +109,9 @@ class FaultyConnector:
     async def discard(self, names: Sequence[BlockHash]) -> None:
         await self._inner.discard(names)
 
+    async def finish_storing(self) -> None:
+        await self._inner.finish_storing()
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         with self._under_way():
             plan = self._faults.plan("fetch")

@@ -76,6 +76,9 @@ class InProcessConnector:
     async def discard(self, names: Sequence[BlockHash]) -> None:
         """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
 
+    async def finish_storing(self) -> None:
+        """Does nothing: there is no store."""
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes

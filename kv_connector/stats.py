@@ -11,8 +11,8 @@ class ConnectorStats:
     `failed` counts blocks in both directions; `skipped` are those of them for which a server or holder that keeps
     failing was not even asked. `quarantined`: destinations that a fetch had to keep past its deadline until the
     transport gave them up. `peers_refused`: connections dropped because the peer broke the protocol or does not belong
-    to this cluster. `lost_unstored`: blocks that lost their content before they were stored. `not_worth`: blocks that
-    were not fetched because computing them is faster."""
+    to this cluster. `lost_unstored`: blocks that lost their content before they were stored, or still waited when
+    the connector was closed. `not_worth`: blocks that were not fetched because computing them is faster."""
 
     blocks_published: int = 0
     bytes_published: int = 0

@@ -122,6 +122,10 @@ class TieredConnector(Generic[TierT_co]):
         for tier in self.tiers:
             await tier.discard(names)
 
+    async def finish_storing(self) -> None:
+        for tier in self.tiers:
+            await tier.finish_storing()
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         if not self._block_bytes:
             raise KVError("the tiered connector is not allocated, or closed")

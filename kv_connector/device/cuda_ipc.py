@@ -100,6 +100,9 @@ class CudaIpcConnector:
     async def discard(self, names: Sequence[BlockHash]) -> None:
         """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
 
+    async def finish_storing(self) -> None:
+        """Does nothing: there is no store."""
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         return await self._require().reader.fetch(source, blocks, timeout=timeout)
 

@@ -12,7 +12,9 @@ neither `inner` nor the device touches it any more.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, KVConnector, PoolBuffer
 from kv_connector.device.memory import BlockCopy, DeviceMemory
@@ -69,6 +71,10 @@ class StagedConnector:
         part = _PART_BYTES // block_bytes
         self._fetch_part = max(1, min(part, num_arriving // 2))
         self._publish_part = max(1, min(part, num_copies // 2))
+        # Of one source (None: the store) as many parts at a time as fit into half of the slots: while it is silent,
+        # fetches from others go on.
+        self._parts_of_one = max(1, num_arriving // 2 // self._fetch_part)
+        self._turns: weakref.WeakValueDictionary[KVSource | None, asyncio.Semaphore] = weakref.WeakValueDictionary()
         self._worker = Worker("kv-staging")
         self._open = True
 
@@ -101,26 +107,21 @@ class StagedConnector:
     async def discard(self, names: Sequence[BlockHash]) -> None:
         await self._inner.discard(names)
 
+    async def finish_storing(self) -> None:
+        await self._inner.finish_storing()
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         deadline = self._clock.now() + timeout
         outcomes: list[FetchOutcome] = []
         while len(outcomes) < len(blocks):
             self._require_open()
             rest = blocks[len(outcomes) :]
-            try:
-                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
-                    slots = await self._arrivals.take(min(self._fetch_part, len(rest)))
-            except TimeoutError:
-                message = "no staging slot for %d blocks in time: raise --kv-staging-gib"
-                self._outages.failed(_ARRIVAL, message, len(rest))
-                outcomes += [FetchOutcome.FAILED] * len(rest)
-                break
-            self._outages.succeeded(_ARRIVAL)
-            try:
+            async with self._slots(source, len(rest), deadline) as slots:
+                if not slots:
+                    outcomes += [FetchOutcome.FAILED] * len(rest)
+                    break
                 left = max(0.0, deadline - self._clock.now())
                 outcomes += await self._fetch(source, rest[: len(slots)], slots, left)
-            finally:
-                self._arrivals.give_back(slots)
         return tuple(outcomes)
 
     async def close(self) -> None:
@@ -162,6 +163,27 @@ class StagedConnector:
         if slots:
             self._inner.retract(slots)
             self._copies.free(slots)
+
+    @asynccontextmanager
+    async def _slots(self, source: KVSource | None, num_blocks: int, deadline: float) -> AsyncIterator[Sequence[int]]:
+        """Gives slots for a part of `num_blocks` blocks from `source`, at least one; none, and logs that, if there are
+        none by `deadline`."""
+        turns = self._turns.setdefault(source, asyncio.Semaphore(self._parts_of_one))
+        turn = f"{_ARRIVAL} from {'the store' if source is None else source.node_id}"
+        slots: Sequence[int] = ()
+        async with AsyncExitStack() as stack:
+            name, message = turn, f"{turn}: no turn for %d blocks in time, since others wait for it"
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                    await stack.enter_async_context(turns)
+                    self._outages.succeeded(turn)
+                    name, message = _ARRIVAL, "no staging slot for %d blocks in time: raise --kv-staging-gib"
+                    slots = await self._arrivals.take(min(self._fetch_part, num_blocks))
+                    stack.callback(self._arrivals.give_back, slots)
+                    self._outages.succeeded(_ARRIVAL)
+            except TimeoutError:
+                self._outages.failed(name, message, num_blocks)
+            yield slots
 
     async def _fetch(
         self, source: KVSource | None, blocks: Sequence[NamedBlock], slots: Sequence[int], timeout: float

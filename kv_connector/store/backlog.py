@@ -46,10 +46,18 @@ class Backlog:
         if self._claims and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="kv backlog")
 
-    async def close(self) -> None:
-        """Drops the blocks that still wait, and ends the task."""
+    async def emptied(self) -> None:
+        """Returns when `store` has returned for everything that was added, also meanwhile, or has raised."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+
+    async def close(self) -> int:
+        """Drops the blocks that still wait, and ends the task. Returns how many these were, without those that `store`
+        was given."""
+        num_dropped = len(self._claims)
         self._claims.clear()
         await end_tasks(self._task)
+        return num_dropped
 
     async def _run(self) -> None:
         while self._claims:

@@ -70,8 +70,8 @@ class RedisLink:
     @asynccontextmanager
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
         """Gives the client for one round trip of at most `timeout` seconds. Raises one of UNREACHABLE."""
-        attempt = self.server.admit()
-        if attempt is None:
+        permit = self.server.admit()
+        if permit is None:
             raise CircuitOpenError
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
@@ -82,12 +82,12 @@ class RedisLink:
                 yield self.client
         except UNREACHABLE as error:
             if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):
-                self.server.abandoned(attempt)
+                self.server.abandoned(permit)
             else:
-                self.server.failed(attempt)
+                self.server.failed(permit)
             raise
         except BaseException:
-            self.server.abandoned(attempt)
+            self.server.abandoned(permit)
             raise
         finally:
             if self._closed:  # meanwhile, whereupon redis-py has connected again

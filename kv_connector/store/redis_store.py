@@ -23,7 +23,7 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Claim
 from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, answer_of, described
 from kv_connector.verdict import Verdict, Verdicts
-from kvrelay.core.breaker import Attempt
+from kvrelay.core.breaker import Permit
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv.block_hash import BlockHash
@@ -106,21 +106,28 @@ class RedisConnector:
         if self._state is not None:
             await self._remove(names, None, "that may be wrong")
 
+    async def finish_storing(self) -> None:
+        if self._state is not None and self._state.backlog is not None:
+            await self._state.backlog.emptied()
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
-        for part in slices(blocks, block_bytes, self._settings.batch_bytes):
-            left = verdicts.seconds_left
-            if left <= 0:
-                break
-            try:
-                verdicts.found += await self._load(self._require(), part, left)
-            except CircuitOpenError:
-                self.stats.skipped += len(blocks) - len(verdicts.found)
-                break
-            except UNREACHABLE as error:
-                _logger.warning("fetching from Redis failed: %s", described(error))
-                break
+        known: dict[NamedBlock, Verdict] = {}
+        try:
+            if block_bytes * len(blocks) > self._settings.batch_bytes and timeout > 0:  # more than one exchange
+                known = await self._absent(self._require(), blocks, timeout)
+            wanted = [block for block in blocks if block not in known]
+            for part in slices(wanted, block_bytes, self._settings.batch_bytes):
+                left = verdicts.seconds_left
+                if left <= 0:
+                    break
+                known.update(zip(part, await self._load(self._require(), part, left), strict=True))
+        except CircuitOpenError:
+            self.stats.skipped += sum(block not in known for block in blocks)
+        except UNREACHABLE as error:
+            _logger.warning("fetching from Redis failed: %s", described(error))
+        verdicts.found = [known.get(block, FetchOutcome.FAILED) for block in blocks]
         return verdicts.settle(None, self.stats, self._outages, block_bytes=block_bytes)
 
     async def close(self) -> None:
@@ -128,8 +135,9 @@ class RedisConnector:
         if state is None:
             return
         try:
-            if state.backlog is not None:
-                await state.backlog.close()
+            if state.backlog is not None and (num_dropped := await state.backlog.close()):
+                self.stats.lost_unstored += num_dropped
+                _logger.warning("%d blocks that waited to be stored in Redis are dropped", num_dropped)
             await self._link.close()
         except UNREACHABLE as error:
             _logger.info("closing the connection to Redis failed: %s", type(error).__name__)
@@ -161,11 +169,11 @@ class RedisConnector:
             held, absent = await self._renew(claims)
             for part in slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
                 self._require_same(state)
-                attempt = self._link.writes.admit()
-                if attempt is None:
+                permit = self._link.writes.admit()
+                if permit is None:
                     self.stats.skipped += len(claims) - held - lost
                     break
-                stored, gone = await self._store(state, part, attempt)
+                stored, gone = await self._store(state, part, permit)
                 held += stored
                 lost += gone
         except CircuitOpenError:
@@ -185,13 +193,13 @@ class RedisConnector:
                 pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
             answers: list[Any] = await answer_of(pipe.execute(raise_on_error=False))
         if any(isinstance(answer, Exception) for answer in answers):
-            attempt = self._link.writes.admit()
-            if attempt is not None:
-                self._note_writes(answers, attempt)
+            permit = self._link.writes.admit()
+            if permit is not None:
+                self._note_writes(answers, permit)
         return answers.count(1), [claim for claim, answer in zip(claims, answers, strict=True) if answer == 0]
 
-    async def _store(self, state: _Open, claims: Sequence[Claim], attempt: Attempt) -> tuple[int, int]:
-        """Sends one round of SETs, if any of the blocks has its content yet, and ends `attempt` to write. Returns how
+    async def _store(self, state: _Open, claims: Sequence[Claim], permit: Permit) -> tuple[int, int]:
+        """Sends one round of SETs, if any of the blocks has its content yet, and ends `permit` to write. Returns how
         many blocks Redis has stored, and how many were retracted before they were sent."""
         answers: list[Any] = []
         try:
@@ -202,13 +210,13 @@ class RedisConnector:
                         pipe.set(self._key(claim.block.block_hash), value, ex=self._settings.ttl_seconds)
                     answers = await answer_of(pipe.execute(raise_on_error=False))
         finally:
-            refused = self._note_writes(answers, attempt)
+            refused = self._note_writes(answers, permit)
         stored = len(offered) - refused
         self.stats.count_published(stored, state.pool.block_bytes)
         return stored, len(claims) - len(offered)
 
-    def _note_writes(self, answers: Sequence[object], attempt: Attempt) -> int:
-        """Ends `attempt` to write; returns how many commands Redis has refused: it is full, a replica, lacks
+    def _note_writes(self, answers: Sequence[object], permit: Permit) -> int:
+        """Ends `permit` to write; returns how many commands Redis has refused: it is full, a replica, lacks
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
@@ -216,21 +224,24 @@ class RedisConnector:
             _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
             if any(isinstance(answer, ReadOnlyError) for answer in refused):
                 self._link.demoted()
-            self._link.writes.failed(attempt)
+            self._link.writes.failed(permit)
         elif answers:
             self._link.writes.succeeded()
         else:
-            self._link.writes.abandoned(attempt)
+            self._link.writes.abandoned(permit)
         return len(refused)
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, state: _Open, blocks: Sequence[NamedBlock], timeout: float) -> list[Verdict]:
-        """Sends one round of GETRANGEs and returns the verdicts. Each asks for one byte more than a block has: a longer
-        value, which may be somebody else's, shows by that and costs no more than a block. Values are verified and
-        copied within one turn of the loop, so a cancelled fetch writes nothing later."""
-        deadline = self._clock.now() + timeout
-        last_offset = HEADER_BYTES + state.pool.block_bytes
+    async def _absent(self, state: _Open, blocks: Sequence[NamedBlock], timeout: float) -> dict[NamedBlock, Verdict]:
+        """Returns MISSING for each of these blocks that Redis does not hold. Takes one exchange, in which a block costs
+        a byte at most: a prompt that is new would otherwise take as many exchanges as one that is there."""
+        values = await self._values(state, blocks, 0, timeout)
+        return {block: FetchOutcome.MISSING for block, value in zip(blocks, values, strict=True) if _is_absent(value)}
+
+    async def _values(self, state: _Open, blocks: Sequence[NamedBlock], last_offset: int, timeout: float) -> list[Any]:
+        """Sends one round of GETRANGEs for the bytes 0 .. `last_offset` and returns the answers, one per block. Raises
+        one of UNREACHABLE if none of them says what is under its key."""
         async with self._link.exchange(timeout) as client, client.pipeline(transaction=False) as pipe:
             for block in blocks:
                 pipe.getrange(self._key(block.block_hash), 0, last_offset)
@@ -238,6 +249,14 @@ class RedisConnector:
             if not any(_is_said_of_key(value) for value in values):
                 raise next((value for value in values if isinstance(value, Exception)), InvalidResponse("no value"))
         self._require_same(state)
+        return values
+
+    async def _load(self, state: _Open, blocks: Sequence[NamedBlock], timeout: float) -> list[Verdict]:
+        """Loads blocks in one exchange and returns the verdicts. Asks for one byte more than a block has: a longer
+        value, which may be somebody else's, shows by that and costs no more than a block. Values are verified and
+        copied within one turn of the loop, so a cancelled fetch writes nothing later."""
+        deadline = self._clock.now() + timeout
+        values = await self._values(state, blocks, HEADER_BYTES + state.pool.block_bytes, timeout)
         verdicts = [_accept(state.pool, block, value) for block, value in zip(blocks, values, strict=True)]
         damaged = [
             block.block_hash for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)
@@ -278,9 +297,14 @@ def _is_of_another_type(answer: object) -> bool:
     return isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE")
 
 
+def _is_absent(answer: object) -> bool:
+    """Tells whether GETRANGE was answered as it is where there is no such key."""
+    return answer is None or answer == b""
+
+
 def _accept(pool: LocalPool, block: NamedBlock, value: object) -> Verdict:
     """Verifies an answer to GETRANGE and copies its payload into the pool."""
-    if value is None or value == b"":  # which is how GETRANGE says that there is no such key
+    if _is_absent(value):
         return FetchOutcome.MISSING
     if _is_of_another_type(value):
         return Mismatch.VERSION

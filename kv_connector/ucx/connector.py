@@ -134,6 +134,9 @@ class UcxConnector:
     async def discard(self, names: Sequence[BlockHash]) -> None:
         """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
 
+    async def finish_storing(self) -> None:
+        """Does nothing: there is no store."""
+
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         verdicts.found += [FetchOutcome.MISSING if source is None else FetchOutcome.FAILED] * len(blocks)
@@ -165,8 +168,8 @@ class UcxConnector:
     ) -> None:
         """Fills in the verdicts, unless the holder has failed several times in a row: one that the network does not
         reach would otherwise cost every request a timeout."""
-        attempt = state.breakers.admit(source)
-        if attempt is None:
+        permit = state.breakers.admit(source)
+        if permit is None:
             self.stats.skipped += len(blocks)
             return
         peer = state.peer(source, self._key, self.stats)
@@ -176,16 +179,16 @@ class UcxConnector:
         try:
             await fetch.run()
         except BaseException:
-            state.breakers.abandoned(source, attempt)
+            state.breakers.abandoned(source, permit)
             raise
         finally:
             state.fetches.discard(fetch)
         if fetch.answered:
             state.breakers.succeeded(source)
         elif peer.num_answers > num_answers or (fetch.expired and timeout < _MIN_CONCLUSIVE_TIMEOUT):
-            state.breakers.abandoned(source, attempt)  # it answers other fetches, or this one had too little time
+            state.breakers.abandoned(source, permit)  # it answers other fetches, or this one had too little time
         else:
-            state.breakers.failed(source, attempt, name=f"node {source.node_id}")
+            state.breakers.failed(source, permit, name=f"node {source.node_id}")
 
     def _open(self, transport: Transport, pool: Payloads, epoch: int) -> None:
         shared = SharedPool(pool, epoch)

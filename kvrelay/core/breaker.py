@@ -16,8 +16,8 @@ from kvrelay.core.clock import Clock
 
 _logger = logging.getLogger(__name__)
 
-Attempt = NewType("Attempt", object)
-"""An attempt that was admitted; it has nothing but its identity."""
+Permit = NewType("Permit", object)
+"""Stands for an attempt that was admitted; it has nothing but its identity."""
 
 
 class CircuitBreaker:
@@ -30,7 +30,7 @@ class CircuitBreaker:
         self._backoff = Backoff(first=0.5, longest=30.0, random=random)
         self._failures = 0
         self._retry_at: float | None = None  # None: closed
-        self._trial: Attempt | None = None  # the attempt that an open breaker has admitted
+        self._trial: Permit | None = None  # of the attempt that an open breaker has admitted
 
     @property
     def is_open(self) -> bool:
@@ -39,17 +39,17 @@ class CircuitBreaker:
 
     @property
     def admits(self) -> bool:
-        """Tells whether `admit` returns an attempt now."""
+        """Tells whether `admit` returns a permit now."""
         return self._retry_at is None or (self._trial is None and self._clock.now() >= self._retry_at)
 
-    def admit(self) -> Attempt | None:
-        """Returns an attempt, with which its end is reported, or None if there is to be none."""
+    def admit(self) -> Permit | None:
+        """Returns a permit, with which the end of the attempt is reported, or None if there is to be none."""
         if not self.admits:
             return None
-        attempt = Attempt(object())
+        permit = Permit(object())
         if self._retry_at is not None:
-            self._trial = attempt
-        return attempt
+            self._trial = permit
+        return permit
 
     def succeeded(self) -> None:
         if self._retry_at is not None:
@@ -58,9 +58,9 @@ class CircuitBreaker:
         self._failures = 0
         self._backoff.reset()
 
-    def failed(self, attempt: Attempt) -> None:
+    def failed(self, permit: Permit) -> None:
         self._failures += 1
-        if self._retry_at is not None and attempt is not self._trial:
+        if self._retry_at is not None and permit is not self._trial:
             return  # admitted before the breaker opened
         if self._failures < self._threshold:
             return
@@ -69,7 +69,7 @@ class CircuitBreaker:
         self._retry_at = self._clock.now() + wait
         self._trial = None
 
-    def abandoned(self, attempt: Attempt) -> None:
+    def abandoned(self, permit: Permit) -> None:
         """Ends an attempt that says nothing about the server, because it was cancelled or had too little time."""
-        if attempt is self._trial:
+        if permit is self._trial:
             self._trial = None

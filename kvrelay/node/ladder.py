@@ -2,8 +2,8 @@
 
 For each block in turn these are the source that announced it, then other holders, then the store that all nodes share.
 Blocks that do not arrive from one are requested from the next.
-Invariant: no source is asked twice for a block unless it has announced more in between, and a source that could not be
-reached is not asked again, so the search ends.
+Invariant: no source is asked twice for a block unless it has announced more in between, or brought a good part of the
+others before its time was over; any other fetch that failed is the last from its source. So the search ends.
 """
 
 from collections import Counter
@@ -16,6 +16,7 @@ from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import STORE, FetchReport
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones are still fetched
+_SLOW_PART = 4  # a fetch that failed, but brought one block in so many, is that of a link that works and is slow
 _MOST_REFUSED = 3  # blocks that failed verification, after which a source is not trusted any more
 
 
@@ -27,7 +28,7 @@ class _Offer:
     source: KVSource | None
     available: int = 0
     failures: dict[int, FetchOutcome] = field(default_factory=dict)
-    given_up: bool = False  # it could not be reached, or has sent too many bad blocks
+    given_up: bool = False  # a fetch failed and brought little, or it has sent too many bad blocks
     num_refused: int = 0
 
     def raise_to(self, num_blocks: int) -> None:
@@ -103,11 +104,15 @@ class Ladder:
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
         """Takes one outcome per block of `ask`; returns how many more leading blocks are here. Blocks that arrived
-        behind a gap are kept: only the gap is requested from the next source."""
+        behind a gap are kept: only the gap is requested from the next source. Of a fetch that brought one in
+        `_SLOW_PART`, those that FAILED count as not requested: a slow link needs more than one fetch."""
         offer = next(offer for offer in self._offers() if offer.source == ask.source)
+        is_slow = outcomes.count(FetchOutcome.FETCHED) * _SLOW_PART >= len(outcomes)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
             if outcome is FetchOutcome.FETCHED:
                 self._origins[index] = STORE if ask.source is None else ask.source.node_id
+                continue
+            if is_slow and outcome is FetchOutcome.FAILED:
                 continue
             offer.fail(index, outcome)
             if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or there is none

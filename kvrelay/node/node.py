@@ -11,6 +11,7 @@ Invariant: the engine and the connector know nothing of each other; blocks pass 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
-from kvrelay.engine.request import Admission, EngineRequest, StepResult
+from kvrelay.engine.request import EngineRequest, Reservation, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
@@ -135,19 +136,17 @@ class Node:
 
     def receiver(
         self,
-        admission: Admission,
+        reservation: Reservation,
         *,
         on_missing: Callable[[int], None] = lambda num_tokens: None,
         ends_at: float | None,
     ) -> Receiver:
         """Returns the receiver of an admitted request, not running yet. Its parameters are those of `Receiver`."""
-        return Receiver(self._reception, admission, on_missing=on_missing, ends_at=ends_at)
+        return Receiver(self._reception, reservation, on_missing=on_missing, ends_at=ends_at)
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests, and only on an idle node."""
-        for _ in range(2):  # once the second is answered, the publisher has what messages before the first have named
-            await self.engine_thread.call(lambda engine: None)
-        await self._publisher.drain()
+        await self._all_published()
         await self.engine_thread.call(lambda engine: engine.check_idle())
 
     async def close(self) -> None:
@@ -158,10 +157,14 @@ class Node:
         await self.connector.close()
 
     async def drain(self) -> None:
-        """Refuses new requests from now on; returns when those it has are over and no lease is left."""
+        """Refuses new requests from now on; returns when those it has are over, no lease is left, and the store has
+        been offered what they have computed, which the node's successor finds nowhere else."""
         self.draining = True
         self.event_log.touch()
         await self.activity.idle()
+        with suppress(UnavailableError):  # the engine has ended, and the node is about to
+            await self._all_published()
+            await self.connector.finish_storing()
 
     def require_accepting(self) -> None:
         self.require_alive()
@@ -183,6 +186,12 @@ class Node:
     def require_alive(self) -> None:
         if self.crashed.is_set():
             raise UnavailableError(f"{self.identity.node_id} has crashed")
+
+    async def _all_published(self) -> None:
+        """Returns when everything that the engine has named so far was offered to the connector."""
+        for _ in range(2):  # once the second is answered, the publisher has what messages before the first have named
+            await self.engine_thread.call(lambda engine: None)
+        await self._publisher.drain()
 
     def _unpin(self, block_ids: Sequence[int]) -> None:
         self.engine_thread.post(lambda engine: engine.unpin(block_ids))

@@ -17,7 +17,7 @@ from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine_thread import EngineThread
-from kvrelay.engine.request import Admission
+from kvrelay.engine.request import Reservation
 from kvrelay.node.absences import Absences
 from kvrelay.node.fetches_under_way import FetchesUnderWay
 from kvrelay.node.ladder import Ask, Ladder
@@ -53,15 +53,15 @@ class Receiver:
     def __init__(
         self,
         context: ReceptionContext,
-        admission: Admission,
+        reservation: Reservation,
         *,
         on_missing: Callable[[int], None],
         ends_at: float | None,
     ) -> None:
         self._context = context
-        self._request_id = admission.request_id
-        self._first = admission.num_cached_tokens // context.block_size  # blocks of the prompt that were here already
-        self._missing = admission.missing
+        self._request_id = reservation.request_id
+        self._first = reservation.num_cached_tokens // context.block_size  # blocks of the prompt that were here already
+        self._missing = reservation.missing
         self._ladder = Ladder(len(self._missing))
         self._ends_at = ends_at
         self._on_missing = on_missing

@@ -72,7 +72,8 @@ class NodeServer:
         return bound
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests and waits at most `timeout` seconds for those under way."""
+        """Refuses new requests and waits at most `timeout` seconds for those under way, and for a store to be offered
+        what they have computed."""
         await self._report(live=True, ready=False)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):

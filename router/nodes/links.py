@@ -7,7 +7,7 @@ or broke off, is left alone for a while, and then tried by one prompt at a time.
 
 from random import Random
 
-from kvrelay.core.breaker import Attempt
+from kvrelay.core.breaker import Permit
 from kvrelay.core.clock import Clock
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.kv.source_breakers import SourceBreakers
@@ -37,14 +37,14 @@ class Links:
 
 class Delivery:
     """A prompt's KV on its way from `source`. The owner calls `settle` when it knows what has arrived, and `close` in
-    any case; only the first call counts. `attempt` is None if the link was left alone already, so that it says nothing
+    any case; only the first call counts. `permit` is None if the link was left alone already, so that it says nothing
     new if nothing comes."""
 
-    def __init__(self, breakers: SourceBreakers, source: KVSource, name: str, attempt: Attempt | None) -> None:
+    def __init__(self, breakers: SourceBreakers, source: KVSource, name: str, permit: Permit | None) -> None:
         self._breakers = breakers
         self._source = source
         self._name = name
-        self._attempt = attempt
+        self._permit = permit
         self._is_over = False
 
     def settle(self, fetches: FetchReport, *, lacks_blocks: bool) -> None:
@@ -58,13 +58,13 @@ class Delivery:
         if not broke_off and any(node_id == origin for node_id, _ in fetches.fetched):
             self._is_over = True
             self._breakers.succeeded(self._source)
-        elif lacks_blocks and self._attempt is not None:
+        elif lacks_blocks and self._permit is not None:
             self._is_over = True
-            self._breakers.failed(self._source, self._attempt, name=self._name)
+            self._breakers.failed(self._source, self._permit, name=self._name)
         else:
             self.close()
 
     def close(self) -> None:
-        if not self._is_over and self._attempt is not None:
-            self._breakers.abandoned(self._source, self._attempt)
+        if not self._is_over and self._permit is not None:
+            self._breakers.abandoned(self._source, self._permit)
         self._is_over = True

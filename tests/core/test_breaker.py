@@ -1,13 +1,13 @@
 """When the circuit breaker admits attempts: not after failures in a row, then one at a time after a wait."""
 
-from kvrelay.core.breaker import Attempt, CircuitBreaker
+from kvrelay.core.breaker import CircuitBreaker, Permit
 from tests.manual_clock import ManualClock
 
 
-def admitted(tried: CircuitBreaker) -> Attempt:
-    attempt = tried.admit()
-    assert attempt is not None
-    return attempt
+def admitted(tried: CircuitBreaker) -> Permit:
+    permit = tried.admit()
+    assert permit is not None
+    return permit
 
 
 def test_failures_in_a_row_open_the_breaker() -> None:
@@ -54,8 +54,8 @@ def test_attempts_admitted_before_it_opened_neither_lengthen_the_wait_nor_end_th
     clock = ManualClock()
     tried = CircuitBreaker("x", clock, threshold=1)
     before = [admitted(tried) for _ in range(12)]
-    for attempt in before[:10]:
-        tried.failed(attempt)
+    for permit in before[:10]:
+        tried.failed(permit)
     clock.seconds += 0.5
     trial = admitted(tried)
     tried.failed(before[10])

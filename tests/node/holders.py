@@ -9,7 +9,7 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
-from kvrelay.engine.request import Admission
+from kvrelay.engine.request import Reservation
 from tests.node.fake_node import LAYOUT
 
 _NUM_BLOCKS = 16
@@ -41,16 +41,16 @@ class LadderConnector(InProcessConnector):
 
 
 class Holder:
-    """A node of which only the connector exists. It holds the first blocks that an admission misses."""
+    """A node of which only the connector exists. It holds the first blocks that a reservation misses."""
 
     def __init__(self, hub: InProcessHub, node_id: str) -> None:
         self._connector = InProcessConnector(hub)
         self._buffer = self._connector.allocate(LAYOUT, _NUM_BLOCKS, node_id=node_id, epoch=1)
         self.source = KVSource(node_id, 1, self._connector.endpoint)
 
-    async def hold(self, admission: Admission, num_blocks: int) -> None:
+    async def hold(self, reservation: Reservation, num_blocks: int) -> None:
         blocks = []
-        for index, missing in enumerate(admission.missing[:num_blocks]):
+        for index, missing in enumerate(reservation.missing[:num_blocks]):
             self.payload(index)[:] = content(index)
             blocks.append(NamedBlock(index, missing.block_hash, missing.num_tokens))
         await self._connector.publish(blocks)

@@ -8,7 +8,7 @@ import pytest
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
 from kvrelay.node.fetches_under_way import FetchesUnderWay
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH
 from tests.kv_connector.backends import Node as Holder
@@ -43,11 +43,11 @@ async def test_a_node_whose_blocks_ucx_does_not_let_go_of_counts_as_crashed(capl
     holder = Holder(UcxConnector(UcxSettings(CLUSTER_SECRET)), "holder", 1, LAYOUT, EPOCH)
     connector = UcxConnector(UcxSettings(CLUSTER_SECRET))
     node = make_node(connector=connector)
-    admissions: asyncio.Queue[Admission] = asyncio.Queue()
+    reservations: asyncio.Queue[Reservation] = asyncio.Queue()
 
     def on_result(result: StepResult) -> None:
-        for admission in result.admissions:
-            admissions.put_nowait(admission)
+        for reservation in result.reservations:
+            reservations.put_nowait(reservation)
 
     node.start(on_result)
     request = EngineRequest(
@@ -55,13 +55,13 @@ async def test_a_node_whose_blocks_ucx_does_not_let_go_of_counts_as_crashed(capl
     )
     await node.engine_thread.call(lambda engine: engine.add(request))
     async with asyncio.timeout(PATIENCE):
-        admission = await admissions.get()
-    await connector.fetch(holder.source, admission.missing, timeout=PATIENCE)  # connects; the holder has nothing
+        reservation = await reservations.get()
+    await connector.fetch(holder.source, reservation.missing, timeout=PATIENCE)  # connects; the holder has nothing
     [lane] = connector._require().peers[holder.source.endpoint]._idle
     stubborn = StubbornRequest()
     lane.link._posted.append((stubborn, None, None))
 
-    receiver = node.receiver(admission, ends_at=asyncio.get_running_loop().time() + 0.1)
+    receiver = node.receiver(reservation, ends_at=asyncio.get_running_loop().time() + 0.1)
     receiver.announce(holder.source, 3)
     receiver.end()
     reception = asyncio.create_task(receiver.run())

@@ -92,6 +92,31 @@ def test_a_source_is_given_up_for_one_block_that_failed_whatever_became_of_those
     assert ladder.next() is None
 
 
+def test_a_source_whose_fetch_brought_only_some_blocks_in_its_time_is_asked_for_the_others() -> None:
+    """The link is slow, but works: not to be given up, and no failure for the router to count against it."""
+    ladder = Ladder(4)
+    ladder.offer(H, 4)
+    ladder.announce(P, 4)
+    assert settle(ladder, FETCHED, FAILED, FETCHED, FAILED) == 1
+    assert next_ask(ladder) == (P, (1, 3))
+    assert settle(ladder, FETCHED, FAILED) == 2
+    assert ladder.report(0) == FetchReport(0, (("p", 3),))
+    settle(ladder, FAILED)
+    assert next_ask(ladder) == (H, (3,)), "the last fetch from P brought nothing"
+    settle(ladder, FETCHED)
+    assert ladder.is_complete and ladder.report(0).num_failed == 1
+
+
+def test_a_slow_source_is_asked_as_long_as_each_fetch_brings_a_quarter() -> None:
+    ladder = Ladder(64)
+    ladder.offer(H, 64)
+    ladder.announce(P, 64)
+    assert settle(ladder, *[FETCHED] * 16, *[FAILED] * 48) == 16
+    assert next_ask(ladder) == (P, tuple(range(16, 64)))
+    assert settle(ladder, *[FETCHED] * 11, *[FAILED] * 37) == 11
+    assert next_ask(ladder) == (H, tuple(range(27, 64))), "so few in all its time are slower than computing them"
+
+
 def test_missing_blocks_are_requested_again_after_an_announcement_and_refused_ones_are_not() -> None:
     ladder = Ladder(2)
     ladder.announce(P, 2)

@@ -10,7 +10,7 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
 from tests.node.fake_node import BLOCK_SIZE, FailingRunner, make_node
 
 
@@ -59,17 +59,17 @@ async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
 
 async def test_idle_is_looked_for_when_what_earlier_messages_have_named_is_published() -> None:
     node = make_node()
-    admissions: asyncio.Queue[Admission] = asyncio.Queue()
+    reservations: asyncio.Queue[Reservation] = asyncio.Queue()
 
     def on_result(result: StepResult) -> None:
-        for admission in result.admissions:
-            admissions.put_nowait(admission)
+        for reservation in result.reservations:
+            reservations.put_nowait(reservation)
 
     node.start(on_result)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     request = EngineRequest("a", tuple(range(2 * BLOCK_SIZE)), sampling, role=KVRole.CONSUME, receive=True)
     await node.engine_thread.call(lambda engine: engine.add(request))
-    missing = [block.block_id for block in (await asyncio.wait_for(admissions.get(), 10.0)).missing]
+    missing = [block.block_id for block in (await asyncio.wait_for(reservations.get(), 10.0)).missing]
     gate = threading.Event()
 
     def wait(engine: Engine) -> None:
@@ -83,6 +83,54 @@ async def test_idle_is_looked_for_when_what_earlier_messages_have_named_is_publi
     await asyncio.sleep(0)
     gate.set()
     await check
+    await node.close()
+
+
+class LateStore(InProcessConnector):
+    """A connector with a store behind it, which has what was published when `stored` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(InProcessHub())
+        self.num_published = 0
+        self.num_offered: int | None = None  # when `finish_storing` was called
+        self.stored = asyncio.Event()
+
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+        await super().publish(blocks)
+        self.num_published += len(blocks)
+
+    async def finish_storing(self) -> None:
+        self.num_offered = self.num_published
+        await self.stored.wait()
+
+
+async def test_a_node_has_drained_when_its_store_has_what_its_last_step_has_named() -> None:
+    """Otherwise the newest conversations are lost with each restart."""
+    connector = LateStore()
+    node = make_node(connector=connector)
+    sampled = asyncio.Event()
+    node.start(lambda result: sampled.set() if result.outputs else None)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+    request = EngineRequest("a", tuple(range(2 * BLOCK_SIZE)), sampling)
+    await node.engine_thread.call(lambda engine: engine.add(request))
+    async with asyncio.timeout(10.0):
+        await sampled.wait()
+        draining = asyncio.create_task(node.drain())
+        while connector.num_offered is None:
+            assert not draining.done()
+            await asyncio.sleep(0)
+        assert connector.num_offered == 2 and not draining.done()
+        connector.stored.set()
+        await draining
+    await node.close()
+
+
+async def test_a_node_whose_engine_has_ended_drains_all_the_same() -> None:
+    node = make_node()
+    node.start(lambda result: None)
+    await node.engine_thread.stop(10.0)
+    async with asyncio.timeout(10.0):
+        await node.drain()
     await node.close()
 
 

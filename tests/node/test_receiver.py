@@ -13,7 +13,7 @@ from kv_connector.in_process import InProcessHub
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.node_report import FetchReport
 from kvrelay.core.outages import Outages
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.fetches_under_way import FetchesUnderWay
 from kvrelay.node.node import Node
@@ -33,7 +33,7 @@ class Reception:
 
     node: Node
     connector: LadderConnector
-    admission: Admission
+    reservation: Reservation
     p: Holder
     h: Holder
     store: Holder
@@ -44,10 +44,10 @@ class Reception:
         async with asyncio.timeout(PATIENCE):
             report = await self.receiver.run()
         computed = await self.num_computed()
-        assert computed == self.admission.num_cached_tokens + report.num_tokens, "what is reported was delivered"
+        assert computed == self.reservation.num_cached_tokens + report.num_tokens, "what is reported was delivered"
         memory = self.connector._require().pool.buffer.memory
         num_blocks = sum(count for _, count in report.fetched)
-        for index, block in enumerate(self.admission.missing[:num_blocks]):
+        for index, block in enumerate(self.reservation.missing[:num_blocks]):
             start = block.block_id * LAYOUT.block_bytes
             assert bytes(memory[start : start + LAYOUT.block_bytes]) == content(index)
         return report
@@ -75,14 +75,14 @@ async def reception(
     """Makes a reception of the blocks behind the first `num_here`, which the node has computed before."""
     hub = InProcessHub()
     connector = LadderConnector(hub)
-    admissions: asyncio.Queue[Admission] = asyncio.Queue()
+    reservations: asyncio.Queue[Reservation] = asyncio.Queue()
     over = asyncio.Event()  # `before` is
 
     def on_result(result: StepResult) -> None:
         if result.outputs:
             over.set()
-        for admission in result.admissions:
-            admissions.put_nowait(admission)
+        for reservation in result.reservations:
+            reservations.put_nowait(reservation)
 
     async with AsyncExitStack() as stack:
         node = make_node(connector=connector)
@@ -98,8 +98,8 @@ async def reception(
             await over.wait()
         await node.engine_thread.call(lambda engine: engine.add(request))
         async with asyncio.timeout(PATIENCE):
-            admission = await admissions.get()
-        assert len(admission.missing) == NUM_BLOCKS - num_here
+            reservation = await reservations.get()
+        assert len(reservation.missing) == NUM_BLOCKS - num_here
         missing: list[int] = []
         receiver = Receiver(
             ReceptionContext(
@@ -112,18 +112,18 @@ async def reception(
                 fetch_timeout=fetch_timeout,
                 patience=patience,
             ),
-            admission,
+            reservation,
             on_missing=missing.append,
             ends_at=None if time_left is None else asyncio.get_running_loop().time() + time_left,
         )
-        yield Reception(node, connector, admission, p, h, store, receiver, missing)
+        yield Reception(node, connector, reservation, p, h, store, receiver, missing)
         await node.engine_thread.call(lambda engine: engine.abort("r"))
         await node.check_idle()
 
 
 async def test_every_block_comes_from_the_source_that_announces_it() -> None:
     async with reception() as case:
-        await case.p.hold(case.admission, 5)
+        await case.p.hold(case.reservation, 5)
         case.receiver.announce(case.p.source, 5, ended=True)
         report = await case.run()
         assert report == FetchReport(37, (("p", 5),))
@@ -133,8 +133,8 @@ async def test_every_block_comes_from_the_source_that_announces_it() -> None:
 async def test_sources_are_asked_for_what_they_have_behind_the_blocks_that_were_here_before() -> None:
     """They count the blocks of the whole prompt. Those that are not published yet are not requested."""
     async with reception(num_here=2) as case:
-        await case.h.hold(case.admission, 1)
-        await case.p.hold(case.admission, 3)
+        await case.h.hold(case.reservation, 1)
+        await case.p.hold(case.reservation, 3)
         case.receiver.offer(case.h.source, 3)
         task = asyncio.create_task(case.run())
         while not case.connector.fetches:
@@ -150,8 +150,8 @@ async def test_sources_are_asked_for_what_they_have_behind_the_blocks_that_were_
 
 async def test_holders_are_asked_before_anything_is_announced() -> None:
     async with reception() as case:
-        await case.h.hold(case.admission, 3)
-        await case.p.hold(case.admission, 5)
+        await case.h.hold(case.reservation, 3)
+        await case.p.hold(case.reservation, 5)
         task = asyncio.create_task(case.run())
         await asyncio.sleep(0)
         case.receiver.offer(case.h.source, 3)
@@ -178,8 +178,8 @@ async def test_a_block_that_one_holder_lacks_or_damages_comes_from_the_next(
     fault: Fault, outcome: FetchOutcome
 ) -> None:
     async with reception() as case:
-        await case.p.hold(case.admission, 5)
-        await case.h.hold(case.admission, 2)
+        await case.p.hold(case.reservation, 5)
+        await case.h.hold(case.reservation, 2)
         fault(case)
         case.receiver.announce(case.p.source, 5)
         case.receiver.offer(case.h.source, 2)
@@ -192,14 +192,14 @@ async def test_a_block_that_one_holder_lacks_or_damages_comes_from_the_next(
 async def test_blocks_a_holder_was_found_to_lack_are_not_requested_from_it_unless_it_announces_them() -> None:
     absences = Absences(lambda: 0.0)
     async with reception(absences=absences) as case:
-        await case.h.hold(case.admission, 5)
-        missing = case.admission.missing
+        await case.h.hold(case.reservation, 5)
+        missing = case.reservation.missing
         absences.note(case.h.source, [missing[index].block_hash for index in (0, 1, 2, 3, 4)])
         case.receiver.offer(case.h.source, 5)
         case.receiver.end()
         assert (await case.run()).num_tokens == 0 and case.connector.fetches == [("", 5)]
     async with reception(absences=absences) as case:
-        await case.h.hold(case.admission, 5)
+        await case.h.hold(case.reservation, 5)
         case.receiver.announce(case.h.source, 5, ended=True)
         assert (await case.run()).fetched == (("h", 5),)
 
@@ -207,7 +207,7 @@ async def test_blocks_a_holder_was_found_to_lack_are_not_requested_from_it_unles
 async def test_a_fetch_takes_at_most_half_of_the_time_that_the_request_has_left() -> None:
     for time_left, fetch_timeout, least, most in ((1000.0, 10.0, 10.0, 10.0), (1000.0, 9000.0, 400.0, 500.0)):
         async with reception(time_left=time_left, fetch_timeout=fetch_timeout) as case:
-            await case.p.hold(case.admission, 5)
+            await case.p.hold(case.reservation, 5)
             case.receiver.announce(case.p.source, 5)
             await case.run()
             [timeout] = case.connector.timeouts
@@ -225,20 +225,20 @@ async def test_a_fetch_takes_at_most_half_of_the_time_that_the_request_has_left(
 async def test_blocks_that_a_holder_lacks_are_remembered() -> None:
     absences = Absences(lambda: 0.0)
     async with reception(absences=absences) as case:
-        await case.h.hold(case.admission, 5)
+        await case.h.hold(case.reservation, 5)
         case.h.lose(1, 3)
         case.h.corrupt(2)
         case.receiver.offer(case.h.source, 5)
         case.receiver.end()
         assert (await case.run()).fetched == (("h", 1),)
-        names = [block.block_hash for block in case.admission.missing]
+        names = [block.block_hash for block in case.reservation.missing]
         assert [absences.has(case.h.source, name) for name in names] == [False, True, False, True, False]
 
 
 async def test_a_holder_that_is_gone_is_asked_once() -> None:
     async with reception() as case:
         await case.p.close()
-        await case.h.hold(case.admission, 5)
+        await case.h.hold(case.reservation, 5)
         case.receiver.announce(case.p.source, 2)
         case.receiver.offer(case.h.source, 5)
         case.receiver.announce(case.p.source, 5)
@@ -250,7 +250,7 @@ async def test_a_holder_that_is_gone_is_asked_once() -> None:
 async def test_a_holder_whose_fetches_raise_is_asked_once() -> None:
     async with reception() as case:
         case.connector.broken = {"p"}
-        await case.h.hold(case.admission, 5)
+        await case.h.hold(case.reservation, 5)
         case.receiver.offer(case.h.source, 3)
         case.receiver.announce(case.p.source, 3)
         task = asyncio.create_task(case.run())
@@ -278,7 +278,7 @@ async def test_a_source_that_fails_every_request_is_logged_once_and_once_more_wh
     assert caplog.messages == [failed]
     clock.seconds += 60
     async with reception(outages=outages) as case:
-        await case.p.hold(case.admission, 5)
+        await case.p.hold(case.reservation, 5)
         case.receiver.announce(case.p.source, 5, ended=True)
         await case.run()
     assert caplog.messages == [failed, "fetching from p works again; it failed 5 times"]
@@ -308,8 +308,8 @@ async def test_a_holder_that_hangs_costs_one_timeout() -> None:
 
 async def test_blocks_that_no_holder_has_come_from_the_store() -> None:
     async with reception() as case:
-        await case.p.hold(case.admission, 5)
-        await case.store.hold(case.admission, 5)
+        await case.p.hold(case.reservation, 5)
+        await case.store.hold(case.reservation, 5)
         case.connector.store = case.store.source
         case.p.lose(0, 4)
         case.receiver.announce(case.p.source, 5)
@@ -319,8 +319,8 @@ async def test_blocks_that_no_holder_has_come_from_the_store() -> None:
 
 async def test_the_store_is_asked_for_what_a_source_that_ended_has_not_announced() -> None:
     async with reception() as case:
-        await case.p.hold(case.admission, 2)
-        await case.store.hold(case.admission, 4)
+        await case.p.hold(case.reservation, 2)
+        await case.store.hold(case.reservation, 4)
         case.connector.store = case.store.source
         case.receiver.announce(case.p.source, 2, ended=True)
         task = asyncio.create_task(case.run())
@@ -331,7 +331,7 @@ async def test_the_store_is_asked_for_what_a_source_that_ended_has_not_announced
 
 async def test_a_holder_that_is_named_while_blocks_are_missing_is_asked_and_the_router_is_not_told_again() -> None:
     async with reception(patience=0.02) as case:
-        await case.h.hold(case.admission, 3)
+        await case.h.hold(case.reservation, 3)
         case.receiver.announce(case.p.source, 0, ended=True)
         task = asyncio.create_task(case.run())
         await case.told(37)
@@ -342,13 +342,13 @@ async def test_a_holder_that_is_named_while_blocks_are_missing_is_asked_and_the_
 
 async def test_missing_blocks_are_reported_once_and_may_come_from_another_source() -> None:
     async with reception() as case:
-        await case.p.hold(case.admission, 2)
+        await case.p.hold(case.reservation, 2)
         case.receiver.announce(case.p.source, 2, ended=True)
         task = asyncio.create_task(case.run())
         while not case.missing:
             await asyncio.sleep(0)
         assert case.missing == [21] and not task.done()
-        await case.h.hold(case.admission, 5)
+        await case.h.hold(case.reservation, 5)
         case.receiver.announce(case.h.source, 3)
         while case.connector.fetches[-1][0] != "h":
             await asyncio.sleep(0)
@@ -363,7 +363,7 @@ async def test_blocks_that_a_second_source_lacks_too_are_reported_again() -> Non
         task = asyncio.create_task(case.run())
         while len(case.missing) < 1:
             await asyncio.sleep(0)
-        await case.h.hold(case.admission, 1)
+        await case.h.hold(case.reservation, 1)
         case.receiver.announce(case.h.source, 1, ended=True)
         while len(case.missing) < 2:
             await asyncio.sleep(0)
@@ -377,7 +377,7 @@ async def test_the_wait_for_a_router_that_does_not_answer_ends(caplog: pytest.Lo
     outages = Outages(lambda: 0.0)
     for _ in range(2):
         async with reception(patience=0.02, outages=outages) as case:
-            await case.p.hold(case.admission, 1)
+            await case.p.hold(case.reservation, 1)
             case.receiver.announce(case.p.source, 1, ended=True)
             assert (await case.run()).num_tokens == BLOCK_SIZE
             assert case.missing == [29]

@@ -6,7 +6,7 @@ that has ended never works again.
 
 from random import Random
 
-from kvrelay.core.breaker import Attempt, CircuitBreaker
+from kvrelay.core.breaker import CircuitBreaker, Permit
 from kvrelay.core.clock import Clock
 from kvrelay.core.kv.source import KVSource
 
@@ -28,30 +28,30 @@ class SourceBreakers:
         return [source for source, breaker in self._breakers.items() if breaker.is_open]
 
     def refusing(self) -> list[KVSource]:
-        """Returns the sources for which `admit` returns no attempt now."""
+        """Returns the sources for which `admit` returns no permit now."""
         return [source for source, breaker in self._breakers.items() if not breaker.admits]
 
-    def admit(self, source: KVSource) -> Attempt | None:
-        """Returns an attempt, with which its end is reported, or None if there is to be none."""
+    def admit(self, source: KVSource) -> Permit | None:
+        """Returns a permit, with which the end of the attempt is reported, or None if there is to be none."""
         breaker = self._breakers.get(source)
-        return Attempt(object()) if breaker is None else breaker.admit()
+        return Permit(object()) if breaker is None else breaker.admit()
 
     def succeeded(self, source: KVSource) -> None:
         breaker = self._breakers.pop(source, None)
         if breaker is not None:
             breaker.succeeded()
 
-    def failed(self, source: KVSource, attempt: Attempt, *, name: str) -> None:
+    def failed(self, source: KVSource, permit: Permit, *, name: str) -> None:
         """`name` is what the log calls the source."""
         breaker = self._breakers.get(source)
         if breaker is None:
             breaker = self._breakers[source] = CircuitBreaker(name, self._clock, random=self._random)
             if len(self._breakers) > _CAPACITY:
                 del self._breakers[next(iter(self._breakers))]
-        breaker.failed(attempt)
+        breaker.failed(permit)
 
-    def abandoned(self, source: KVSource, attempt: Attempt) -> None:
+    def abandoned(self, source: KVSource, permit: Permit) -> None:
         """Ends an attempt that says nothing about the source."""
         breaker = self._breakers.get(source)
         if breaker is not None:
-            breaker.abandoned(attempt)
+            breaker.abandoned(permit)

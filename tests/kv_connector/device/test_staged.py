@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 import redis
@@ -41,8 +42,10 @@ class Pair:
             for name in ("owner", "peer")
         )
 
-    async def fetch(self, count: int, *, timeout: float = 10.0) -> tuple[FetchOutcome, ...]:
-        return await self.peer.connector.fetch(self.owner.source, blocks(count), timeout=timeout)
+    async def fetch(self, count: int, *, timeout: float = 10.0, name: str = "owner") -> tuple[FetchOutcome, ...]:
+        """Fetches from the holder; under another name it is another source."""
+        source = replace(self.owner.source, node_id=name)
+        return await self.peer.connector.fetch(source, blocks(count), timeout=timeout)
 
 
 @pytest.fixture
@@ -292,7 +295,7 @@ async def test_fetches_that_wait_for_a_slot_go_on_as_soon_as_one_is_given_back(p
     await write_and_publish(pair.owner, blocks(1))
     assert await pair.fetch(1) == (FETCHED,)
     pair.peer.device.gate.clear()
-    fetches = [asyncio.create_task(pair.fetch(1, timeout=60)) for _ in range(4)]
+    fetches = [asyncio.create_task(pair.fetch(1, timeout=60, name=name)) for name in "abab"]
     while pair.peer.staged._arrivals._free:
         await asyncio.sleep(0)
     done, _ = await asyncio.wait(fetches, timeout=0.01)
@@ -306,7 +309,7 @@ async def test_fetches_that_get_no_slot_in_time_fail_and_are_logged_once(
 ) -> None:
     await write_and_publish(pair.owner, blocks(3))
     pair.peer.device.gate.clear()
-    stuck = [asyncio.create_task(pair.fetch(1)) for _ in range(2)]
+    stuck = [asyncio.create_task(pair.fetch(1, name=name)) for name in "ab"]
     await asyncio.to_thread(pair.peer.device.waiting.wait, 10)
     while pair.peer.staged._arrivals._free:
         await asyncio.sleep(0)

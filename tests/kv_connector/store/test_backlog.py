@@ -109,13 +109,29 @@ async def test_a_batch_of_a_long_queue_takes_no_copy_of_the_queue() -> None:
     await backlog.close()
 
 
+async def test_the_end_of_the_queue_is_waited_for_and_what_is_added_meanwhile_too() -> None:
+    store = Store()
+    backlog = Backlog(store)
+    await backlog.emptied()
+    backlog.add(claims([1]))
+    emptying = asyncio.create_task(backlog.emptied())
+    await begun(store)
+    backlog.add(claims([2]))
+    assert not emptying.done()
+    store.gate.set()
+    async with asyncio.timeout(10):
+        await emptying
+    assert store.batches == [[1], [2]]
+    await backlog.close()
+
+
 async def test_closing_drops_the_blocks_that_wait() -> None:
     store = Store()
     backlog = Backlog(store)
     backlog.add(claims([1]))
     await begun(store)
-    backlog.add(claims([2]))
-    await backlog.close()
+    backlog.add(claims([2, 3]))
+    assert await backlog.close() == 2
     assert store.batches == [[1]] and asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_connector.base import FetchOutcome
+from kv_connector.base import FetchOutcome, HostConnector
 from kv_connector.header import BlockHeader
+from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.self_test import check_connector
 from kv_connector.settings import RedisSettings
 from kv_connector.store.redis_store import RedisConnector
+from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
@@ -52,6 +54,60 @@ async def test_a_value_that_is_no_block_is_refused(redis_server: RedisServer, va
         client.set(harness.key(block), value)
     assert await peer.connector.fetch(NOWHERE, [block], timeout=5) == (FetchOutcome.REFUSED,)
     await peer.connector.close()
+
+
+async def test_a_long_fetch_first_asks_what_is_there_and_then_for_that_alone(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that nobody has stored costs one exchange, however long it is, and a value of any kind one block."""
+    harness = RedisHarness(redis_server.url, "long")
+    connector = RedisConnector(replace(harness.settings, batch_bytes=LAYOUT.block_bytes))
+    peer = Node(connector, "node", 64, LAYOUT, 1)
+    exchanges: list[None] = []
+    monkeypatch.setattr(connector._link.server, "succeeded", lambda: exchanges.append(None))
+    assert await connector.fetch(None, blocks(64), timeout=5) == (FetchOutcome.MISSING,) * 64
+    assert len(exchanges) == 1 and connector.stats.missing == 64
+
+    held, huge, listed = blocks(3)
+    await write_and_publish(peer, [held])
+    exchanges.clear()
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.set(harness.key(huge), bytes(1024 * LAYOUT.block_bytes))
+        client.rpush(harness.key(listed), "x")
+        sent_before = int(client.info("stats")["total_net_output_bytes"])
+        outcomes = await connector.fetch(None, blocks(64), timeout=5)
+        sent = int(client.info("stats")["total_net_output_bytes"]) - sent_before
+    refused = FetchOutcome.REFUSED
+    assert outcomes == (FetchOutcome.FETCHED, refused, refused, *[FetchOutcome.MISSING] * 61)
+    assert len(exchanges) == 1 + 3 + 2, "what is there, each block of it, and the deletion of two"
+    assert sent < 3 * LAYOUT.block_bytes
+    await connector.close()
+
+
+async def test_storing_behind_another_tier_is_finished_when_redis_has_every_block(redis_server: RedisServer) -> None:
+    harness = RedisHarness(redis_server.url, "drained")
+    tiers: list[HostConnector] = [InProcessConnector(InProcessHub()), RedisConnector(harness.settings)]
+    owner = Node(TieredConnector(tiers), "owner", 128, LAYOUT, 1)
+    sent = blocks(100)
+    for block in sent:
+        owner.fill(block)
+    await owner.connector.publish(sent)
+    await owner.connector.finish_storing()
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.exists(*map(harness.key, sent)) == 100
+    await owner.connector.close()
+
+
+async def test_closing_counts_the_blocks_that_still_wait_to_be_stored(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = RedisConnector(RedisHarness(redis_server.url, "dropped").settings)
+    tiers: list[HostConnector] = [InProcessConnector(InProcessHub()), tier]
+    owner = Node(TieredConnector(tiers), "owner", 128, LAYOUT, 1)
+    await owner.connector.publish(blocks(100))
+    await owner.connector.close()
+    assert tier.stats.lost_unstored == 100
+    assert caplog.messages == ["100 blocks that waited to be stored in Redis are dropped"]
 
 
 async def test_a_block_that_is_retracted_while_it_is_read_is_not_stored(
@@ -222,7 +278,7 @@ async def test_closing_during_a_call_raises_and_leaves_no_connection(
     for num_turns in range(3, 30, 3):
         prefix = f"closed-{publishes}-{num_turns}"
         owner = node(replace(RedisHarness(redis_server.url, prefix).settings, batch_bytes=1))
-        await write_and_publish(owner, blocks(1))
+        await write_and_publish(owner, blocks(1 if publishes else 16))
         connector = owner.connector
         call = connector.publish(blocks(16)) if publishes else connector.fetch(None, blocks(16), timeout=5)
         under_way = asyncio.ensure_future(call)
