@@ -15,7 +15,8 @@
    `--stream-interval` travel together. This goes on until every output has a finish reason.
    `Finish` ends one of them earlier, because the client needs no more of it.
 6. `Abort`, or the end of the router's stream, ends a request at any point and frees everything that it held. So does
-   the end of its time while it waits for blocks or first tokens.
+   the end of its time while it waits for blocks or first tokens. With `distrust`, because a prefill node got logits
+   that are not finite, `Abort` also has nobody find the request's blocks any more.
 
 Invariant: a request is known here from its `Admit` until its last output, failure or abort, and holds nothing
 afterwards.
@@ -36,7 +37,7 @@ from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.rpc.calls import Context
 from kvrelay.core.rpc.wire import fetch_report_to_wire, held_from_wire, output_from_wire, source_from_wire
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, deadline_after
@@ -127,7 +128,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 self._finish(command.finish.request_id, command.finish.index, stream)
             case "abort":
                 if self._find(command.abort.request_id, stream) is not None:
-                    self._abort(command.abort.request_id)
+                    self._abort(command.abort.request_id, distrust=command.abort.distrust)
 
     def _find(self, request_id: str, stream: RouterStream) -> _Decode | None:
         """Returns the request if it belongs to this stream; None if it is over or another router's."""
@@ -195,9 +196,9 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         if self._find(request_id, stream) is not None:
             self._node.engine_thread.post(lambda engine: engine.finish(request_id, index))
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str, *, distrust: bool = False) -> None:
         self._forget(request_id)
-        self._node.engine_thread.post(lambda engine: engine.abort(request_id))
+        self._node.engine_thread.post(lambda engine: engine.abort(request_id, distrust=distrust))
 
     def _give_up(self, request_id: str, error: KVRelayError) -> None:
         """Ends a request that the engine may still have with an error."""
@@ -221,11 +222,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
 
     # -- KV that arrives ---------------------------------------------------------------------------------------------
 
-    def _receive(self, admission: Admission) -> None:
-        decode = self._active.get(admission.request_id)
+    def _receive(self, reservation: Reservation) -> None:
+        decode = self._active.get(reservation.request_id)
         receiver = self._node.receiver(
-            admission,
-            on_missing=partial(self._on_missing, admission.request_id),
+            reservation,
+            on_missing=partial(self._on_missing, reservation.request_id),
             ends_at=None if decode is None else decode.ends_at,
         )
         if decode is None:
@@ -239,11 +240,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         is_local = decode.request.role is KVRole.LOCAL
         if is_local:
             receiver.end()
-        reception = self._run_reception(decode, receiver, admission)
-        decode.reception = receiver.start(reception, partial(self._give_up, admission.request_id))
+        reception = self._run_reception(decode, receiver, reservation)
+        decode.reception = receiver.start(reception, partial(self._give_up, reservation.request_id))
         if not is_local:
-            admitted = pb.Admitted(num_cached_tokens=admission.num_cached_tokens)
-            decode.stream.send(pb.DecodeEvent(request_id=admission.request_id, admitted=admitted))
+            admitted = pb.Admitted(num_cached_tokens=reservation.num_cached_tokens)
+            decode.stream.send(pb.DecodeEvent(request_id=reservation.request_id, admitted=admitted))
 
     def _on_missing(self, request_id: str, num_tokens: int) -> None:
         decode = self._active.get(request_id)
@@ -251,17 +252,17 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             missing = pb.KVMissing(num_missing_tokens=num_tokens)
             decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_missing=missing))
 
-    async def _run_reception(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
+    async def _run_reception(self, decode: _Decode, receiver: Receiver, reservation: Reservation) -> None:
         """Starts the request when its KV and its first tokens are here, or ends it when its time is over. So does its
         router, unless that hangs; then nobody else would give the blocks back."""
         try:
             async with asyncio.timeout_at(decode.ends_at):
-                await self._receive_and_start(decode, receiver, admission)
+                await self._receive_and_start(decode, receiver, reservation)
         except TimeoutError:
-            self._give_up(admission.request_id, DeadlineError("the request's time was over before it could begin"))
+            self._give_up(reservation.request_id, DeadlineError("the request's time was over before it could begin"))
 
-    async def _receive_and_start(self, decode: _Decode, receiver: Receiver, admission: Admission) -> None:
-        request_id = admission.request_id
+    async def _receive_and_start(self, decode: _Decode, receiver: Receiver, reservation: Reservation) -> None:
+        request_id = reservation.request_id
         fetches = decode.fetches = await receiver.run()
         if decode.request.role is KVRole.LOCAL:
             self._node.engine_thread.post(lambda engine: engine.start(request_id))
@@ -272,7 +273,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         num_given_tokens = len(decode.request.given_token_ids)
         ready = pb.KVReady(
             num_fetched_tokens=fetches.num_tokens,
-            num_recomputed_tokens=num_given_tokens - admission.num_cached_tokens - fetches.num_tokens,
+            num_recomputed_tokens=num_given_tokens - reservation.num_cached_tokens - fetches.num_tokens,
             fetches=fetch_report_to_wire(fetches),
         )
         decode.stream.send(pb.DecodeEvent(request_id=request_id, kv_ready=ready))
@@ -280,8 +281,8 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     # -- what the engine reports -------------------------------------------------------------------------------------
 
     def _on_result(self, result: StepResult) -> None:
-        for admission in result.admissions:
-            self._receive(admission)
+        for reservation in result.reservations:
+            self._receive(reservation)
         for prompt in result.prompts:
             if (decode := self._active.get(prompt.request_id)) is not None:
                 with_logprobs = decode.request.sampling.prompt_logprobs is not None
@@ -289,7 +290,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         for item in result.outputs:
             self._send_output(item.request_id, item.output)
         for failure in result.failures:
-            self._fail(failure.request_id, KVRelayError(failure.message))
+            self._fail(failure.request_id, failure.error)
 
     def _send_output(self, request_id: str, output: TokenOutput) -> None:
         decode = self._active.get(request_id)

@@ -30,7 +30,7 @@ from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.rpc.calls import Context
 from kvrelay.core.rpc.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
-from kvrelay.engine.request import Admission, EngineLoad, EngineRequest, KVRole, PromptOutput, StepResult
+from kvrelay.engine.request import EngineLoad, EngineRequest, KVRole, PromptOutput, Reservation, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, deadline_after
@@ -170,8 +170,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     def _on_result(self, result: StepResult) -> None:
         """Handles the results of a step. Those of a request whose stream has ended are ignored, but its reserved blocks
         are unpinned."""
-        for admission in result.admissions:
-            self._receive(admission)
+        for reservation in result.reservations:
+            self._receive(reservation)
         for prompt in result.prompts:
             if (prefill := self._active.get(prompt.request_id)) is not None:
                 prefill.prompt = prompt
@@ -180,7 +180,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
                 self._on_first_token(prefill, item.output)
         for failure in result.failures:
             if (prefill := self._active.get(failure.request_id)) is not None:
-                prefill.events.put_nowait(KVRelayError(failure.message))
+                prefill.events.put_nowait(failure.error)
 
     def _on_first_token(self, prefill: _Prefill, output: TokenOutput) -> None:
         prefill.first_tokens.append(output)
@@ -215,16 +215,16 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     # -- blocks from other holders -----------------------------------------------------------------------------------
 
-    def _receive(self, admission: Admission) -> None:
-        prefill = self._active.get(admission.request_id)
-        receiver = self._node.receiver(admission, ends_at=None if prefill is None else prefill.ends_at)
+    def _receive(self, reservation: Reservation) -> None:
+        prefill = self._active.get(reservation.request_id)
+        receiver = self._node.receiver(reservation, ends_at=None if prefill is None else prefill.ends_at)
         if prefill is None:
             receiver.discard()
             return
         for held in prefill.sources:
             receiver.offer(held.source, held.num_blocks)
         receiver.end()
-        reception = self._run_reception(admission.request_id, prefill, receiver)
+        reception = self._run_reception(reservation.request_id, prefill, receiver)
         prefill.reception = receiver.start(reception, prefill.events.put_nowait)
 
     async def _run_reception(self, request_id: str, prefill: _Prefill, receiver: Receiver) -> None:

@@ -7,6 +7,7 @@ KVRelayError                      internal: a failure inside the cluster
 ├── ConfigurationError            a setting cannot work; names the setting and the remedy
 ├── ModelLoadError                a checkpoint cannot be run; names the tensor or the field
 ├── KVError                       a block could not be moved or trusted
+├── NotFiniteError                the model's logits are not finite, perhaps because the KV they rest on is not
 ├── CancelledByPeerError          the client or the router has cancelled the request
 ├── DeadlineError                 a phase took longer than it may
 ├── GivenUpError                  a request has lost too many nodes; it may be what ends them
@@ -52,6 +53,10 @@ class ModelLoadError(KVRelayError):
 
 class KVError(KVRelayError):
     """A block could not be moved, or did not pass verification."""
+
+
+class NotFiniteError(KVRelayError):
+    """The model returned logits that are not finite. The KV of the request may be why, wherever it is by now."""
 
 
 class CancelledByPeerError(KVRelayError):

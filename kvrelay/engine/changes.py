@@ -7,10 +7,10 @@ from typing import Any
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.request import (
-    Admission,
     EngineLoad,
     PromptOutput,
     RequestFailure,
+    Reservation,
     SequenceOutput,
     StepResult,
 )
@@ -20,7 +20,7 @@ from kvrelay.engine.request import (
 class Changes:
     """The events of the next `StepResult`, as lists."""
 
-    admissions: list[Admission] = field(default_factory=list)
+    reservations: list[Reservation] = field(default_factory=list)
     prompts: list[PromptOutput] = field(default_factory=list)
     outputs: list[SequenceOutput] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Changes:
     def take(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], load: EngineLoad) -> StepResult:
         """Returns all events as a `StepResult` and clears them here."""
         result = StepResult(
-            admissions=tuple(self.admissions),
+            reservations=tuple(self.reservations),
             prompts=tuple(self.prompts),
             outputs=tuple(self.outputs),
             failures=tuple(self.failures),
@@ -53,5 +53,5 @@ class Changes:
         return result
 
     def _lists(self) -> Iterator[list[Any]]:
-        yield from (self.admissions, self.prompts, self.outputs, self.failures, self.named, self.progress)
+        yield from (self.reservations, self.prompts, self.outputs, self.failures, self.named, self.progress)
         yield self.distrusted

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, NotFiniteError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.engine.block_names import BlockNames
@@ -24,12 +24,12 @@ from kvrelay.engine.in_flight import StepInFlight, StepsInFlight
 from kvrelay.engine.leases import Leases
 from kvrelay.engine.plan import ModelRunnerOutput, SequenceResult
 from kvrelay.engine.request import (
-    Admission,
     EngineLoad,
     EngineRequest,
     KVRole,
     PromptOutput,
     RequestFailure,
+    Reservation,
     SequenceOutput,
     StepResult,
 )
@@ -137,9 +137,12 @@ class Engine:
         elif unfinished:
             self._branch(sequence, unfinished)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request without further output, releases its blocks and ends its lease, if it has one. Idempotent."""
+    def abort(self, request_id: str, *, distrust: bool = False) -> None:
+        """Ends a request without further output, releases its blocks and ends its lease, if it has one. With
+        `distrust`, nobody finds these blocks any more, because their KV may be wrong. Idempotent."""
         for sequence in self._sequences.pop(request_id, []):
+            if distrust:
+                self.pool.distrust(sequence.block_table)
             self._scheduler.remove(sequence)
             self._changes.load_changed = True
         self.release_lease(request_id)
@@ -159,7 +162,7 @@ class Engine:
         self._leases.release(request_id)
 
     def unpin(self, block_ids: SequenceOf[int]) -> None:
-        """Unpins blocks reported in `Admission.missing` or `StepResult.named` when their transfer has ended."""
+        """Unpins blocks reported in `Reservation.missing` or `StepResult.named` when their transfer has ended."""
         self.pool.unpin(block_ids)
         self._changes.load_changed = True  # the last report of an idle node must count them as free
 
@@ -192,7 +195,7 @@ class Engine:
             return self._take_result(), True
         was_in_flight = bool(self._in_flight)
         for sequence in self._scheduler.reserve():
-            self._changes.admissions.append(self._admission(sequence))
+            self._changes.reservations.append(self._reservation(sequence))
         if was_in_flight and not self._scheduler.can_run_ahead():
             self.settle()
         num_preemptions = self._scheduler.num_preemptions
@@ -226,7 +229,7 @@ class Engine:
             self._in_flight.launch(self._runner, plan, sequences, started)
         except KVRelayError as error:
             self.settle()  # it may end some of these sequences, and no later plan may refer to a step that never ran
-            self._fail(sequences, str(error))
+            self._fail(sequences, error)
         return True
 
     def _name_written(self) -> bool:
@@ -256,7 +259,7 @@ class Engine:
         try:
             output = step.launched.collect()
         except KVRelayError as error:
-            self._fail(step.sequences, str(error))
+            self._fail(step.sequences, error)
             return
         finally:
             # The last report of an idle node must count its blocks as free.
@@ -271,9 +274,8 @@ class Engine:
             if sequence.state is SequenceState.FINISHED:
                 continue  # it ended while the step was in flight, which computed its extra token
             if any(sampled.token_id == NO_TOKEN for sampled in result.sampled):
-                # Perhaps because of a fault in an earlier step, which all who find these blocks would repeat.
-                self.pool.distrust(sequence.block_table)
-                self._fail([sequence], "the model returned logits that are not finite")
+                # Perhaps because of a fault in an earlier step, which all who find its blocks would repeat.
+                self._fail([sequence], NotFiniteError("the model returned logits that are not finite"))
                 continue
             sequence.num_computed_tokens += entry.num_scheduled_tokens
             if result.prompt_logprobs is not None:
@@ -341,19 +343,20 @@ class Engine:
         if not siblings:
             del self._sequences[request_id]
 
-    def _fail(self, sequences: SequenceOf[Sequence], message: str) -> None:
+    def _fail(self, sequences: SequenceOf[Sequence], error: KVRelayError) -> None:
+        is_not_finite = isinstance(error, NotFiniteError)
         left = [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
         for request_id in dict.fromkeys(sequence.request.request_id for sequence in left):
-            self.abort(request_id)
-            self._changes.failures.append(RequestFailure(request_id, message))
+            self.abort(request_id, distrust=is_not_finite)
+            self._changes.failures.append(RequestFailure(request_id, str(error), is_not_finite))
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def _admission(self, sequence: Sequence) -> Admission:
+    def _reservation(self, sequence: Sequence) -> Reservation:
         """Returns the report of an admitted sequence, and pins the blocks that wait for KV."""
         missing = sequence.missing_blocks()
         self.pool.pin([block.block_id for block in missing])
-        return Admission(sequence.request.request_id, sequence.num_computed_tokens, tuple(missing))
+        return Reservation(sequence.request.request_id, sequence.num_computed_tokens, tuple(missing))
 
     def _take_result(self) -> StepResult | None:
         stored, removed = self.pool.drain_changes()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, NotFiniteError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.generation.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Reservation:
     """The report that a receiving request has blocks for all its given tokens. The KV of the first `num_cached_tokens`
     is here; the blocks in `missing`, in order, wait for theirs.
     """
@@ -92,10 +92,17 @@ class PromptOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """The report that a request has failed. The engine holds nothing for it any more."""
+    """The report that a request has failed. The engine holds nothing for it any more. `is_not_finite`: its logits are
+    not finite."""
 
     request_id: str
     message: str
+    is_not_finite: bool = False
+
+    @property
+    def error(self) -> KVRelayError:
+        """Returns it as an error for others to hear."""
+        return NotFiniteError(self.message) if self.is_not_finite else KVRelayError(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ class StepResult:
     under them may be wrong.
     """
 
-    admissions: tuple[Admission, ...]
+    reservations: tuple[Reservation, ...]
     prompts: tuple[PromptOutput, ...]
     outputs: tuple[SequenceOutput, ...]
     failures: tuple[RequestFailure, ...]
@@ -134,6 +141,6 @@ class StepResult:
     def can_wait(self) -> bool:
         """Tells whether the result may be delivered late: all it has for requests is further tokens of outputs that
         continue."""
-        if self.admissions or self.prompts or self.failures or self.progress:
+        if self.reservations or self.prompts or self.failures or self.progress:
             return False
         return all(item.output.finish_reason is None for item in self.outputs)

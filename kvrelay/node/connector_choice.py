@@ -2,7 +2,9 @@
 self-test.
 
 Invariant: a connector that moves wrong bytes is never chosen. If one that was set does not work, the start ends with
-an error that names a remedy; a store is the exception, because it may come back, unless it refuses our password.
+an error that names a remedy; a store is the exception, because it may come back, unless it refuses our password, or is
+to be used in place of a UCX that has just failed and may work after the next start, say because the network is up by
+then.
 """
 
 import ipaddress
@@ -22,10 +24,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectorChoice:
-    """The names of the connectors in the order of asking, and for the log the reason."""
+    """The names of the connectors in the order of asking, and for the log the reason. `must_work`: a store that does
+    not work now is not taken, because it stands in for a connector that may work after another start."""
 
     names: tuple[str, ...]
     reason: str
+    must_work: bool = False
 
 
 def choose_connectors(
@@ -43,10 +47,15 @@ def choose_connectors(
         return ConnectorChoice(
             names, "ucxx is installed and there is a cluster secret; peers of this host map the pool"
         )
-    lacking = "ucxx is not installed" if not ucx_installed else "there is no cluster secret"
-    if "ucx" in broken:
-        lacking = f"its self-test failed: {broken['ucx']}"
-    return ConnectorChoice(_working(("redis",), broken), f"no ucx: {lacking}")
+    if "ucx" not in broken:
+        lacking = "ucxx is not installed" if not ucx_installed else "there is no cluster secret"
+        return ConnectorChoice(_working(("redis",), broken), f"no ucx: {lacking}")
+    if "redis" in broken:
+        raise ConfigurationError(
+            f"{_complaint('ucx', broken)}; and connector 'redis' in its place: {broken['redis']}; "
+            f"{BACKENDS['redis'].remedy}"
+        )
+    return ConnectorChoice(("redis",), f"no ucx: its self-test failed: {broken['ucx']}", must_work=True)
 
 
 async def choose_working(
@@ -66,7 +75,7 @@ async def choose_working(
         if not report.problem:
             _logger.info("connector %s: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)
             passed.add(name)
-        elif BACKENDS[name].is_store and not (report.is_wrong or report.is_denied):
+        elif BACKENDS[name].is_store and not (report.is_wrong or report.is_denied or choice.must_work):
             _logger.warning("connector %s does not work now and is tried again later: %s", name, report.problem)
             passed.add(name)
         else:
@@ -85,7 +94,9 @@ def is_loopback(host: str) -> bool:
 def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ...]:
     for name in names:
         if name in broken:
-            raise ConfigurationError(
-                f"connector {name!r} does not work on this machine: {broken[name]}; {BACKENDS[name].remedy}"
-            )
+            raise ConfigurationError(_complaint(name, broken))
     return names
+
+
+def _complaint(name: str, broken: Mapping[str, str]) -> str:
+    return f"connector {name!r} does not work on this machine: {broken[name]}; {BACKENDS[name].remedy}"

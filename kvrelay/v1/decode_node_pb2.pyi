@@ -170,13 +170,19 @@ class Abort(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    DISTRUST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
+    distrust: builtins.bool
+    """A prefill node of the request got logits that are not finite, so KV that this node was given may be wrong: the request's blocks are
+    to be found by nobody any more.
+    """
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
+        distrust: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["distrust", b"distrust", "request_id", b"request_id"]) -> None: ...
 
 global___Abort = Abort
 

@@ -20,7 +20,6 @@ from router.nodes.outlier import Outlier
 class NodeState(Enum):
     CONNECTING = "connecting"  # not reached yet
     LIVE = "live"  # described, accepted, watched
-    EJECTED = "ejected"  # live, but requests failed on it: gets none for a while, unless no other of its role is live
     DRAINING = "draining"  # finishes its requests, takes no new ones
     REFUSED = "refused"  # reached, but does not fit the others
     LOST = "lost"  # was live, then its stream broke or fell silent; tried again
@@ -79,6 +78,14 @@ class NodeHandle:
     def is_watched(self) -> bool:
         """Tells whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)
+
+    @property
+    def may_be_tried(self) -> bool:
+        """Tells whether its failures let the node have one more request: never while it is ejected, and on probation
+        while this router has nothing under way there. Being empty, it would be the cheapest node for all of a burst."""
+        if self.outlier.is_on_probation:
+            return self.num_sequences == 0 and self.num_queued_tokens == 0
+        return not self.outlier.is_ejected
 
     def failed(self, error: KVRelayError, source: KVSource) -> None:
         """Counts a request that ended at the process `source` with `error` against the node, unless that is not live:

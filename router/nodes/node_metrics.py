@@ -13,6 +13,8 @@ from router.nodes.node import NodeHandle, NodeState
 from router.nodes.registry import Registry
 
 _LABELS = ("node", "role")
+_EJECTED = "ejected"  # live, but it gets no requests
+_STATES = (*(state.value for state in NodeState), _EJECTED)
 _Labelled = tuple[tuple[str, str], NodeHandle]
 
 # Gauges of a node's load, which are absent while nobody knows it.
@@ -71,9 +73,9 @@ class NodeMetrics(Collector):
     def _states(self, nodes: Sequence[_Labelled]) -> Metric:
         family = GaugeMetricFamily("kvrelay:node_state", "1 for the state the node is in.", labels=(*_LABELS, "state"))
         for labels, node in nodes:
-            found = self._registry.state_of(node)
-            for state in NodeState:
-                family.add_metric((*labels, state.value), float(state is found))
+            found = _EJECTED if self._registry.is_ejected(node) else node.state.value
+            for state in _STATES:
+                family.add_metric((*labels, state), float(state == found))
         return family
 
     def _links(self, nodes: Sequence[_Labelled]) -> Metric:

@@ -1,4 +1,5 @@
-"""Ejection of a node that answers but fails its requests: it gets no requests for a while, and then another chance.
+"""Ejection of a node that answers but fails its requests: it gets no requests for a while, and is then on probation, in
+which one request at a time tries it until one goes well.
 
 Invariant: only failures that another node might not repeat are counted, and one success resets the count.
 """
@@ -24,7 +25,7 @@ _NOT_THE_NODES_FAULT = (InvalidRequestError, CancelledByPeerError, DeadlineError
 
 class Outlier:
     """The record of one node's failures; logs call the node `name`. After five failures in a row it is ejected for
-    about five seconds. If the first request after that fails, it is ejected at once for about twice as long as before,
+    about five seconds. If a request fails on probation, the node is ejected at once for about twice as long as before,
     at most a minute. `random` varies the times, so that several routers do not come back together."""
 
     def __init__(self, name: str, clock: Clock, random: Random) -> None:
@@ -38,6 +39,11 @@ class Outlier:
     @property
     def is_ejected(self) -> bool:
         return self._clock.now() < self._ejected_until
+
+    @property
+    def is_on_probation(self) -> bool:
+        """Tells whether an ejection is over and no request has gone well since."""
+        return self._num_failures >= _MAX_FAILURES and not self.is_ejected
 
     def failed(self, error: KVRelayError) -> None:
         """Counts a request that ended on this node with `error`, unless the node is ejected: then the request is one

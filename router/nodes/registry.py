@@ -7,7 +7,8 @@ The states of a node and what changes them:
     connecting, lost ─► refused ─► live  does not fit the others; asked again until it does
     refused ─► lost                      cannot be reached any more
     live, draining ─► lost ─► live       its stream broke, or nothing came for `silence` seconds; asked again
-    live ◄─► ejected                     its requests failed (`outlier.py`); never the last live node of its role
+    live ◄─► ejected                     its requests failed (`outlier.py`); never the last live node of its role.
+                                         `is_ejected` tells; the handle says `live`
 
 Invariant: all live nodes agree in everything that makes their KV comparable, and have different ids. What the index
 says of a node belongs to the epoch in its description. When a node is lost, whatever waits for it fails at once.
@@ -108,21 +109,20 @@ class Registry:
     def live(
         self, role: NodeRole, suits: Callable[[NodeDescription], bool] = lambda description: True
     ) -> list[NodeHandle]:
-        """Returns the nodes that get requests, of those that `suits` accepts, in the order in which they are listed:
-        the live ones without the ejected ones, or with them if all are ejected."""
+        """Returns the nodes that may get a request now, of those that `suits` accepts, in the order in which they are
+        listed: the live ones without those that are ejected or that another request is trying, or with them if there is
+        no other."""
         nodes = self.prefill if role is NodeRole.PREFILL else self.decode
         live = [
             node
             for node in nodes
             if node.state is NodeState.LIVE and node.description is not None and suits(node.description)
         ]
-        return [node for node in live if not node.outlier.is_ejected] or live
+        return [node for node in live if node.may_be_tried] or live
 
-    def state_of(self, node: NodeHandle) -> NodeState:
-        """Returns the node's state, EJECTED if it gets no requests although it is live."""
-        if node.state is NodeState.LIVE and node.outlier.is_ejected and node not in self.live(node.role):
-            return NodeState.EJECTED
-        return node.state
+    def is_ejected(self, node: NodeHandle) -> bool:
+        """Tells whether the node gets no requests although it is live."""
+        return node.state is NodeState.LIVE and node.outlier.is_ejected and node not in self.live(node.role)
 
     def can_serve(self) -> bool:
         return bool(self.live(NodeRole.DECODE))

@@ -17,8 +17,12 @@
    end such an output as soon as it has sent a token of it, while the client waits for others.
 
 If P fails before step 4, or D is lost at any time, the attempt has failed (`NodeLostError`) and the supervisor makes
-another one. Invariant: once an attempt is closed, D is done with the request or was told to abort it, and the streams
-of P and of a refill are over and their leases released. Nothing here waits, so no cancellation can interrupt it.
+another one. If P, or the node of a refill, has failed because its logits are not finite, the KV that D has fetched may
+be why. That fails the attempt, too, and D is told to distrust that KV when it is told to abort the request, before it
+hears of another attempt.
+
+Invariant: once an attempt is closed, D is done with the request or was told to abort it, and the streams of P and of a
+refill are over and their leases released. Nothing here waits, so no cancellation can interrupt it.
 """
 
 import logging
@@ -27,7 +31,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
+from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, NotFiniteError, UnavailableError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
@@ -69,12 +73,14 @@ class Loss(Enum):
 
 
 class NodeLostError(UnavailableError):
-    """An attempt failed because of one node; another attempt without this node may succeed."""
+    """An attempt failed because of one node; another attempt without this node may succeed. `doubts_kv`: the blocks
+    that nodes hold of the request may be why, and one that was told so may not have heard it yet."""
 
     def __init__(self, node: DecodePlacement | PrefillPlacement, loss: Loss, error: KVRelayError) -> None:
         super().__init__(str(error))
         self.source = node.source
         self.loss = loss
+        self.doubts_kv = isinstance(error, NotFiniteError)
 
 
 class PlaceRefill(Protocol):
@@ -128,6 +134,7 @@ class Attempt:
         self._sink: Callable[[AttemptEvent], None] = _ignore
         self._time_left = time_left
         self._refill: Refill | None = None
+        self._refill_node: PrefillPlacement | None = None
         self._session: DecodeSession | None = None
         self._supply: Supply | None = None  # by P
         self._has_first_tokens = False
@@ -208,8 +215,7 @@ class Attempt:
             case KVMissing(num_missing_tokens):
                 self._on_kv_missing(num_missing_tokens)
             case RefillEvent(refill_event):
-                if self._refill is not None and not self._refill.over:
-                    self._refill.take(refill_event)
+                self._on_refill(refill_event)
             case KVReady():
                 self._on_kv_ready(event)
             case PromptLogprobs():
@@ -293,10 +299,20 @@ class Attempt:
         if placement is None:
             self._session.pull_no_more()
             return
+        self._refill_node = placement
         self._tally.refill_began()
         supply = self._supply_by(placement, self._session)
         self._refill = Refill(refill_request, f"{self._wire_id}.refill", placement, supply, self._tally)
         self._refill.open(lambda event: self._sink(RefillEvent(event)), timeout=self._time_left())
+
+    def _on_refill(self, event: PrefillEvent) -> None:
+        if self._refill is None or self._refill.over:
+            return
+        self._refill.take(event)
+        if isinstance(event, PrefillEnded) and isinstance(event.error, NotFiniteError):
+            assert self._session is not None and self._refill_node is not None
+            self._session.distrust()
+            raise NodeLostError(self._refill_node, Loss.PREFILLING, event.error)
 
     def _refill_placement(self, refill_request: NodeRequest, num_missing_tokens: int) -> PrefillPlacement | None:
         """Returns the attempt's only refill, or None if there was one already or no other node would help."""
@@ -343,6 +359,8 @@ class Attempt:
         self._prefill.node.failed(error, self._prefill.source)
         if isinstance(error, InvalidRequestError | DeadlineError):
             return error
+        if isinstance(error, NotFiniteError) and self._session is not None:
+            self._session.distrust()
         return NodeLostError(self._prefill, Loss.PREFILLING, error)
 
     def _supply_by(self, placement: PrefillPlacement, session: DecodeSession) -> Supply:

@@ -148,6 +148,7 @@ class DecodeSession:
     def __init__(self, stream: _Stream, wire_id: str) -> None:
         self._stream = stream
         self._wire_id = wire_id
+        self._distrusts = False
 
     def admit(
         self,
@@ -196,11 +197,16 @@ class DecodeSession:
         """Tells the node to end one output, of which it has sent tokens, while others go on."""
         self._stream.send(pb.DecodeCommand(finish=pb.Finish(request_id=self._wire_id, index=index)))
 
+    def distrust(self) -> None:
+        """Has `close` tell the node, when it aborts the request, that KV which it was given may be wrong."""
+        self._distrusts = True
+
     def close(self, *, finished: bool) -> None:
         """Ends the session's events, and aborts the request at the node unless it is `finished` or has failed there.
         Idempotent."""
         if self._stream.remove(self._wire_id) and not finished:
-            self._stream.send(pb.DecodeCommand(abort=pb.Abort(request_id=self._wire_id)))
+            abort = pb.Abort(request_id=self._wire_id, distrust=self._distrusts)
+            self._stream.send(pb.DecodeCommand(abort=abort))
 
 
 class DecodeClient:

@@ -35,7 +35,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Placer:
-    """Implements `Place` over the nodes of a registry, which it does not own. It owns the clients of the nodes."""
+    """What chooses the nodes for outputs of requests, among those of a registry, which it does not own. It owns the
+    clients of the nodes."""
 
     def __init__(self, registry: Registry, policy: Policy, limits: RelayLimits) -> None:
         self._registry = registry
@@ -64,7 +65,9 @@ class Placer:
         )
 
     def place(self, node_request: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> ResolvedPlacement:
-        """Implements `Place.place`."""
+        """Returns nodes that are not among the `lost` ones; a lost decode node only as `last_resort`, if no other one
+        is live. Raises UnavailableError if there is no decode node; without a prefill node, the decode node
+        prefills."""
         usable = self._usable(node_request, lost)
         if not _has_decode_node(usable) and last_resort:
             everyone = self._usable(node_request, frozenset())
@@ -87,7 +90,8 @@ class Placer:
     def refill(
         self, node_request: NodeRequest, *, lost: Set[KVSource], reader: NodeHandle, num_missing_tokens: int
     ) -> PrefillPlacement | None:
-        """Implements `Place.refill`."""
+        """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that the decode node
+        `reader` waits for in vain; None if it shall compute them."""
         usable = self._usable(node_request, lost | set(reader.links.broken()))
         facts, held = self._facts(node_request, next(self._refill_numbers))
         refill = self._policy.refill(facts, _candidates(usable, held), num_missing_tokens)
@@ -96,16 +100,16 @@ class Placer:
         return _resolved(self._prefill_clients, refill.prefill, refill.sources, facts, usable, held)
 
     def is_live(self, node: KVSource) -> bool:
-        """Implements `Place.is_live`."""
+        """Tells whether a node can be used now, and not another process at its address."""
         return any(known.state is NodeState.LIVE and known.source == node for known in self._registry.nodes)
 
     def has_ended(self, node: KVSource) -> bool:
-        """Implements `Place.has_ended`."""
+        """Tells whether a node is known to have ended, because another process is at its address."""
         known = (handle.description for handle in self._registry.nodes)
         return all(description is None or description.source != node for description in known)
 
     def has_drained(self, node: KVSource) -> bool:
-        """Implements `Place.has_drained`."""
+        """Tells whether a node is known to have drained, so that no request has ended it."""
         return any(known.drained == node for known in self._registry.nodes)
 
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:

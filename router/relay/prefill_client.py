@@ -36,6 +36,8 @@ from router.request import NodeRequest
 _logger = logging.getLogger(__name__)
 _RELEASE_ATTEMPTS = 2
 _RENEWALS_PER_TTL = 3
+# When a request's time is over, its supervisor says what it waited for. gRPC, which would not, ends the call later.
+_DEADLINE_MARGIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class PrefillClient:
             first_choice_index=node_request.first_choice_index,
             timeout_ms=max(1, round(timeout * 1000)),
         )
-        call = self._stub.Prefill(message, timeout=timeout)
+        call = self._stub.Prefill(message, timeout=timeout + _DEADLINE_MARGIN_SECONDS)
         session = PrefillSession(self, call)
         self._streams[session] = sink
         self._spawn(self._stream(session, call, wire_id, sink), name=f"prefill {wire_id}")

@@ -1,6 +1,6 @@
 """Where a request was placed: which nodes work for it, with what the router needs to talk to them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from kvrelay.core.kv.source import HeldBlocks, KVSource
@@ -35,3 +35,8 @@ class ResolvedPlacement:
     decode: DecodePlacement
     prefill: PrefillPlacement | None
     yields_to_decodes: bool
+
+    def without_sources(self) -> "ResolvedPlacement":
+        """Returns the same nodes, which are told of no others to fetch blocks from."""
+        prefill = None if self.prefill is None else replace(self.prefill, sources=())
+        return replace(self, decode=replace(self.decode, sources=()), prefill=prefill)

@@ -27,12 +27,11 @@ and then every attempt is closed. The clean-up does not wait, so no cancellation
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Protocol
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
@@ -44,6 +43,7 @@ from router.nodes.node import NodeHandle
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
 from router.relay.inbox import Inboxes
 from router.relay.limits import RelayLimits
+from router.relay.placer import Placer
 from router.relay.prefill_client import PrefillFinished
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.share import Share
@@ -51,35 +51,6 @@ from router.relay.tally import Tally
 from router.request import NodeRequest, RequestEvent, RoutedRequest
 
 _logger = logging.getLogger(__name__)
-
-
-class Place(Protocol):
-    """What chooses the nodes for some outputs of a request."""
-
-    def place(self, node_request: NodeRequest, *, lost: Set[KVSource], last_resort: bool) -> ResolvedPlacement:
-        """Returns nodes that are not among the `lost` ones; a lost decode node only as `last_resort`, if no other one
-        is live. Raises UnavailableError if there is no decode node; without a prefill node, the decode node
-        prefills."""
-        ...
-
-    def refill(
-        self, node_request: NodeRequest, *, lost: Set[KVSource], reader: NodeHandle, num_missing_tokens: int
-    ) -> PrefillPlacement | None:
-        """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that the decode node
-        `reader` waits for in vain; None if it shall compute them."""
-        ...
-
-    def is_live(self, node: KVSource) -> bool:
-        """Tells whether a node can be used now, and not another process at its address."""
-        ...
-
-    def has_ended(self, node: KVSource) -> bool:
-        """Tells whether a node is known to have ended, because another process is at its address."""
-        ...
-
-    def has_drained(self, node: KVSource) -> bool:
-        """Tells whether a node is known to have drained, so that no request has ended it."""
-        ...
 
 
 Reaction = Callable[[], Sequence[RequestEvent]]
@@ -95,7 +66,7 @@ class RequestSupervisor:
         self,
         request: RoutedRequest,
         wire_id: str,
-        place: Place,
+        placer: Placer,
         tally: Tally,
         inboxes: "Inboxes[Reaction]",
         replays: OneAtATime,
@@ -106,7 +77,7 @@ class RequestSupervisor:
     ) -> None:
         self._request = request
         self._wire_id = wire_id
-        self._place = place
+        self._placer = placer
         self._tally = tally
         self._limits = limits
         self._router_stops = False
@@ -258,7 +229,7 @@ class RequestSupervisor:
             return
         node_request = self._node_request(share.choices, is_replay=True)
         try:
-            placement = self._place.place(node_request, lost=self._lost, last_resort=share.has_waited)
+            placement = self._placer.place(node_request, lost=self._lost, last_resort=share.has_waited)
         except UnavailableError as error:
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
             if share.has_waited:
@@ -266,6 +237,8 @@ class RequestSupervisor:
             else:
                 self._search_later(share)
             return
+        if share.lost.doubts_kv:
+            placement = placement.without_sources()
         node_id = placement.decode.source.node_id
         _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, node_id)
         self._tally.migrated(node_request, share.lost.loss.cause)
@@ -278,13 +251,13 @@ class RequestSupervisor:
         may not have heard yet that it has ended."""
         lost = share.lost
         assert lost is not None
-        share.losses = {(loss, node) for loss, node in share.losses if not self._place.has_drained(node)}
+        share.losses = {(loss, node) for loss, node in share.losses if not self._placer.has_drained(node)}
         nodes = [node for loss, node in share.losses if loss is lost.loss]
         last = None if share.has_waited else lost.source
-        away = [node for node in nodes if node == last or not self._place.is_live(node)]
+        away = [node for node in nodes if node == last or not self._placer.is_live(node)]
         if len(away) <= self._limits.max_attempts:
             return False
-        have_ended = sum(map(self._place.has_ended, away)) > self._limits.max_attempts
+        have_ended = sum(map(self._placer.has_ended, away)) > self._limits.max_attempts
         if self._router_stops and not have_ended:
             raise UnavailableError("the router is stopping") from lost
         if have_ended or self._wait_left(share) <= 0.0:
@@ -347,7 +320,7 @@ class RequestSupervisor:
         self, node_request: NodeRequest, source: KVSource, *, reader: NodeHandle, num_missing_tokens: int
     ) -> PrefillPlacement | None:
         lost = self._lost | {source}
-        return self._place.refill(node_request, lost=lost, reader=reader, num_missing_tokens=num_missing_tokens)
+        return self._placer.refill(node_request, lost=lost, reader=reader, num_missing_tokens=num_missing_tokens)
 
     def _on_deadline(self) -> None:
         """Ends the request because its time is over."""
@@ -378,7 +351,7 @@ class RequestSupervisor:
         one."""
         share = Share(tuple(self._tokens), Backoff(random=self._random))
         node_request = self._node_request(share.choices, is_replay=False)
-        placement = self._place.place(node_request, lost=self._lost, last_resort=False)
+        placement = self._placer.place(node_request, lost=self._lost, last_resort=False)
         self._deadline = asyncio.get_running_loop().call_later(self._request.timeout, self._on_deadline)
         self._shares.append(share)
         self._start(share, node_request, placement)

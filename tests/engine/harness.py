@@ -10,7 +10,7 @@ from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.request import Admission, EngineRequest, KVRole, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.scheduler import SchedulerConfig
 from tests.engine.fake_runner import FakeRunner
@@ -96,8 +96,8 @@ class Harness:
     def cached_tokens(self, request_id: str) -> int:
         return next(p.num_cached_tokens for r in self.results for p in r.prompts if p.request_id == request_id)
 
-    def admission(self, request_id: str) -> Admission:
-        return next(a for r in self.results for a in r.admissions if a.request_id == request_id)
+    def reservation(self, request_id: str) -> Reservation:
+        return next(a for r in self.results for a in r.reservations if a.request_id == request_id)
 
 
 def request(
@@ -118,14 +118,14 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [random.Random(seed * 1000 + i).randrange(1000) for i in range(length)]
 
 
-def move(source: Harness, target: Harness, admission: Admission, *, count: int | None = None) -> None:
+def move(source: Harness, target: Harness, reservation: Reservation, *, count: int | None = None) -> None:
     """Copies blocks by name, delivers and unpins them, as a connector and a receiver do."""
-    for block in admission.missing[:count]:
+    for block in reservation.missing[:count]:
         holder = source.engine.pool.find(block.block_hash)
         assert holder is not None
         target.runner.pool[block.block_id] = source.runner.pool[holder].copy()
-    target.engine.deliver(admission.request_id, len(admission.missing) if count is None else count)
-    target.engine.unpin([block.block_id for block in admission.missing])
+    target.engine.deliver(reservation.request_id, len(reservation.missing) if count is None else count)
+    target.engine.unpin([block.block_id for block in reservation.missing])
 
 
 def first_tokens(harness: Harness, request_id: str) -> list[TokenOutput]:

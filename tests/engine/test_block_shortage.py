@@ -29,7 +29,7 @@ def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
         assert harness.step()
     harness.engine.add(replace(request("second", second, role=KVRole.PRODUCE, priority=-1), receive=True))
     harness.run()
-    move(other, harness, harness.admission("second"))
+    move(other, harness, harness.reservation("second"))
     harness.engine.start("second")
     harness.run()
     assert harness.tokens["second", 0] == expected_output(second, 1)
@@ -72,10 +72,10 @@ def test_a_prompt_that_waits_for_a_step_alone_keeps_its_room() -> None:
     harness.step()
     harness.engine.add(replace(request("second", prompt_of(160, 3), 1), receive=True))
     while ("first", 0) not in harness.finished:
-        assert "second" not in [found.request_id for result in harness.results for found in result.admissions]
+        assert "second" not in [found.request_id for result in harness.results for found in result.reservations]
         harness.step()
     harness.run()
-    assert harness.admission("second").request_id == "second"
+    assert harness.reservation("second").request_id == "second"
     harness.engine.abort("second")
     harness.run()
 
@@ -107,7 +107,7 @@ def test_a_prompt_that_lacks_blocks_gets_them_before_requests_that_come_after_it
         decode.engine.add(request(request_id, prompt, 8, role=KVRole.CONSUME))
 
     def serve(request_id: str) -> None:
-        move(prefill, decode, decode.admission(request_id))
+        move(prefill, decode, decode.reservation(request_id))
         decode.engine.start(request_id, first_tokens(prefill, request_id))
 
     consume("before", 80)
@@ -117,7 +117,7 @@ def test_a_prompt_that_lacks_blocks_gets_them_before_requests_that_come_after_it
     decode.step()
     consume("after", 8)
     decode.step()
-    assert [one.request_id for result in decode.results for one in result.admissions] == ["before"]
+    assert [one.request_id for result in decode.results for one in result.reservations] == ["before"]
     decode.run()
     assert decode.finish_order == ["before", "long"]
     serve("after")
@@ -143,14 +143,14 @@ def test_a_request_gets_the_room_that_it_lacks_before_one_that_came_later(roles:
     harness.run()
     began: list[str] = []
     for result in harness.results:
-        began += [admission.request_id for admission in result.admissions]
+        began += [reservation.request_id for reservation in result.reservations]
         began += [prompt.request_id for prompt in result.prompts]
     assert began[:2] == ["before", "first"]
     for request_id in ("first", "second"):
         harness.engine.abort(request_id)
     for result in harness.results:
-        for admission in result.admissions:
-            harness.engine.unpin([block.block_id for block in admission.missing])
+        for reservation in result.reservations:
+            harness.engine.unpin([block.block_id for block in reservation.missing])
     harness.engine.check_idle()
 
 
@@ -164,7 +164,7 @@ def test_a_request_whose_kv_arrives_takes_no_block_that_a_prompt_under_way_needs
     decode.engine.add(request("arriving", arriving, 8, role=KVRole.CONSUME))
     decode.run()
     assert decode.finish_order == ["long"]
-    move(prefill, decode, decode.admission("arriving"))
+    move(prefill, decode, decode.reservation("arriving"))
     decode.engine.start("arriving", first_tokens(prefill, "arriving"))
     decode.run()
     assert decode.finish_order == ["long", "arriving"]
@@ -179,9 +179,9 @@ def test_the_blocks_of_a_preempted_request_go_to_a_more_urgent_one_though_nothin
     decode.step()
     decode.engine.add(request("urgent", prompt_of(9, 2), role=KVRole.CONSUME, priority=1))
     decode.run()
-    assert len(decode.admission("urgent").missing) == 2
+    assert len(decode.reservation("urgent").missing) == 2
     for request_id in ("urgent", "receiving"):
-        decode.engine.unpin([block.block_id for block in decode.admission(request_id).missing])
+        decode.engine.unpin([block.block_id for block in decode.reservation(request_id).missing])
         decode.engine.abort(request_id)
     decode.run()
     assert len(decode.tokens["running", 0]) == 12

@@ -123,7 +123,7 @@ def test_no_more_sequences_run_than_may(role: KVRole) -> None:
     assert most == 3, "the first one waits for its KV, in one sequence"
     assert harness.finish_order == ["1", "1", "2", "2"]
     harness.engine.abort("0")
-    harness.engine.unpin([block.block_id for block in harness.admission("0").missing])
+    harness.engine.unpin([block.block_id for block in harness.reservation("0").missing])
     harness.engine.check_idle()
 
 
@@ -195,7 +195,7 @@ def test_aborts_in_every_state_leave_nothing() -> None:
     harness.engine.add(request("waiting", prompt_of(90, 3)))
     harness.engine.add(request("producing", prompt_of(20, 4), role=KVRole.PRODUCE))
     harness.step()
-    missing = [block.block_id for block in harness.admission("receiving").missing]
+    missing = [block.block_id for block in harness.reservation("receiving").missing]
     for request_id in ("receiving", "running", "reserving", "waiting", "producing", "unknown", "running"):
         harness.engine.abort(request_id)
     harness.engine.unpin(missing)

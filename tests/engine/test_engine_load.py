@@ -38,7 +38,7 @@ def test_a_request_whose_kv_was_to_arrive_has_one_place_and_leaves_it(starts: bo
     harness = Harness(max_num_seqs=1)
     harness.engine.add(request("a", prompt_of(20), 4, role=KVRole.CONSUME))
     harness.step()
-    harness.engine.unpin([block.block_id for block in harness.admission("a").missing])
+    harness.engine.unpin([block.block_id for block in harness.reservation("a").missing])
     if starts:
         harness.engine.start("a", [TokenOutput(0, (5,))])
     else:
@@ -138,7 +138,7 @@ def test_changes_of_the_load_alone_are_reported(run_ahead: bool) -> None:
     harness.run()
     harness.engine.abort("receiving")
     harness.run()
-    harness.engine.unpin([block.block_id for block in harness.admission("receiving").missing])
+    harness.engine.unpin([block.block_id for block in harness.reservation("receiving").missing])
     harness.run()
     assert harness.results[-1].load.num_free_blocks == 8
     harness.engine.check_idle()

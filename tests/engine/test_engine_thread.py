@@ -18,11 +18,11 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, should_yield_cores
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.request import (
-    Admission,
     EngineRequest,
     KVRole,
     PromptOutput,
     RequestFailure,
+    Reservation,
     SequenceOutput,
     StepResult,
 )
@@ -131,7 +131,7 @@ async def test_an_engine_with_nothing_to_do_tells_at_once_what_has_changed(monke
     admitted = asyncio.Event()
 
     def on_result(result: StepResult) -> None:
-        if result.admissions:
+        if result.reservations:
             admitted.set()
 
     thread = EngineThread(
@@ -343,7 +343,7 @@ def test_only_further_tokens_of_outputs_that_go_on_can_wait() -> None:
     for urgent in (
         replace(nothing, outputs=(goes_on, ends)),
         replace(nothing, outputs=(goes_on,), prompts=(PromptOutput("c", 0, PromptLogprobs()),)),
-        replace(nothing, admissions=(Admission("c", 0, ()),)),
+        replace(nothing, reservations=(Reservation("c", 0, ()),)),
         replace(nothing, failures=(RequestFailure("c", "why"),)),
         replace(nothing, progress=(("c", 1),)),
     ):

@@ -19,7 +19,7 @@ def test_prefill_here_and_decode_there_recomputes_no_token(length: int, n: int) 
     produce(prefill, "a", prompt, n)
     decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME, n=n))
     decode.step()
-    move(prefill, decode, decode.admission("a"))
+    move(prefill, decode, decode.reservation("a"))
     prefill.engine.release_lease("a")
     starts = first_tokens(prefill, "a")
     decode.engine.start("a", starts)
@@ -42,9 +42,9 @@ def test_a_decode_engine_waits_for_those_blocks_only_that_it_does_not_hold(lengt
     decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME))
     decode.step()
     assert decode.engine.load().num_free_blocks == 64 - 3 - num_missing
-    admission = decode.admission("a")
-    assert (admission.num_cached_tokens, len(admission.missing)) == (24, num_missing)
-    move(prefill, decode, admission)
+    reservation = decode.reservation("a")
+    assert (reservation.num_cached_tokens, len(reservation.missing)) == (24, num_missing)
+    move(prefill, decode, reservation)
     decode.engine.start("a", first_tokens(prefill, "a"))
     decode.run()
     assert decode.runner.num_computed_tokens == 24 + 7
@@ -58,7 +58,7 @@ def test_an_output_that_ended_with_its_first_token_does_not_continue() -> None:
     produce(prefill, "a", prompt, 2)
     decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME, n=2))
     decode.step()
-    move(prefill, decode, decode.admission("a"))
+    move(prefill, decode, decode.reservation("a"))
     prefill.engine.release_lease("a")
     going_on, ended = first_tokens(prefill, "a")
     decode.engine.start("a", [going_on, replace(ended, finish_reason=FinishReason.STOP)])
@@ -74,7 +74,7 @@ def test_what_does_not_arrive_is_computed_by_the_decode_engine() -> None:
     produce(prefill, "a", prompt)
     decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME))
     decode.step()
-    move(prefill, decode, decode.admission("a"), count=2)
+    move(prefill, decode, decode.reservation("a"), count=2)
     decode.engine.start("a", first_tokens(prefill, "a"))
     decode.run()
     assert [*first_tokens(prefill, "a")[0].token_ids, *decode.tokens["a", 0]] == expected_output(prompt, 8)
@@ -89,7 +89,7 @@ def test_log_probabilities_of_a_prompt_are_not_computed_again_where_it_is_decode
     consumer = request("a", prompt, 8, role=KVRole.CONSUME)
     decode.engine.add(replace(consumer, sampling=replace(consumer.sampling, prompt_logprobs=1)))
     decode.step()
-    move(prefill, decode, decode.admission("a"), count=2)
+    move(prefill, decode, decode.reservation("a"), count=2)
     decode.engine.start("a", first_tokens(prefill, "a"))
     decode.run()
     assert decode.runner.num_computed_tokens == 50 - 16 + 7
@@ -105,7 +105,7 @@ def test_what_does_not_arrive_is_computed_once_for_all_outputs(num_arrived: int,
     produce(prefill, "a", prompt, 3)
     decode.engine.add(request("a", prompt, 8, role=KVRole.CONSUME, n=3))
     decode.step()
-    move(prefill, decode, decode.admission("a"), count=num_arrived)
+    move(prefill, decode, decode.reservation("a"), count=num_arrived)
     starts = first_tokens(prefill, "a")
     decode.engine.start("a", starts)
     decode.run()
@@ -129,7 +129,7 @@ def test_outputs_whose_prompt_is_being_computed_survive_preemption() -> None:
         decode.engine.add(request(request_id, prompt, 8, role=KVRole.CONSUME, n=2))
     decode.step()
     for request_id in ("a", "b"):
-        move(prefill, decode, decode.admission(request_id), count=0)
+        move(prefill, decode, decode.reservation(request_id), count=0)
         decode.engine.start(request_id, first_tokens(prefill, request_id))
     while not decode.engine.load().num_preemptions:
         assert len(decode.engine._sequences["b"]) == 1, "its outputs wait for the prompt"
@@ -200,7 +200,7 @@ def test_a_preempted_request_finds_what_it_has_generated_here() -> None:
     decode.engine.add(request("before", prompt_of(9, 1), 24))
     decode.engine.add(request("a", prompt, 40, role=KVRole.CONSUME))
     decode.step()
-    move(prefill, decode, decode.admission("a"))
+    move(prefill, decode, decode.reservation("a"))
     decode.engine.start("a", first_tokens(prefill, "a"))
     while decode.engine.load().num_preemptions == 0:
         assert decode.step()
@@ -256,7 +256,7 @@ def test_deliver_and_start_after_an_abort_are_ignored() -> None:
     harness = Harness()
     harness.engine.add(request("a", prompt_of(30), role=KVRole.CONSUME))
     harness.step()
-    admission = harness.admission("a")
+    reservation = harness.reservation("a")
     harness.engine.abort("a")
     assert harness.engine.pool.num_free < harness.engine.pool.num_blocks, "a transfer may still write to these blocks"
     harness.engine.deliver("a", 3)
@@ -264,7 +264,7 @@ def test_deliver_and_start_after_an_abort_are_ignored() -> None:
     harness.engine.add(request("a", prompt_of(20), 2))  # another one of that id
     harness.engine.deliver("a", 3)
     harness.engine.start("a", [TokenOutput(0, (5,))])
-    harness.engine.unpin([block.block_id for block in admission.missing])
+    harness.engine.unpin([block.block_id for block in reservation.missing])
     harness.run()
     assert harness.tokens == {("a", 0): expected_output(prompt_of(20), 2)}
     harness.engine.check_idle()
@@ -277,9 +277,9 @@ def test_a_prefill_engine_takes_what_others_hold(length: int) -> None:
     produce(other, "x", prompt)
     prefill.engine.add(replace(request("a", prompt, 8, role=KVRole.PRODUCE), receive=True))
     prefill.step()
-    admission = prefill.admission("a")
-    assert len(admission.missing) == 7, "the last block is computed here for its logits"
-    move(other, prefill, admission)
+    reservation = prefill.reservation("a")
+    assert len(reservation.missing) == 7, "the last block is computed here for its logits"
+    move(other, prefill, reservation)
     prefill.step()
     assert prefill.results[-1].progress == (("a", 7),), "who waits for these blocks need not wait for the last one"
     prefill.engine.start("a")

@@ -95,7 +95,7 @@ def test_a_decode_does_not_wait_for_a_prompt_before_it() -> None:
     harness.engine.add(request("prompt", prompt_of(100), 1))
     harness.engine.add(request("decode", [7], 4, role=KVRole.CONSUME))
     harness.step()
-    [block] = harness.admission("decode").missing
+    [block] = harness.reservation("decode").missing
     harness.runner.pool[block.block_id][0] = 7
     harness.engine.deliver("decode", 1)
     harness.engine.unpin([block.block_id])
@@ -131,7 +131,7 @@ def test_more_decodes_than_a_step_may_compute_take_the_oldest_first() -> None:
         harness.engine.add(request(request_id, [i], 4, role=KVRole.CONSUME))
     harness.step()
     for i, request_id in enumerate(ids):
-        [block] = harness.admission(request_id).missing
+        [block] = harness.reservation(request_id).missing
         harness.runner.pool[block.block_id][0] = i
         harness.engine.deliver(request_id, 1)
         harness.engine.unpin([block.block_id])
@@ -227,9 +227,9 @@ def test_a_prompt_that_lacked_blocks_to_receive_gets_its_share_of_steps() -> Non
     harness.step()
     assert ("decoding", 0) in harness.finished and harness.engine.load().num_requests_waiting == 1
     harness.step()
-    admission = harness.admission("short")
+    reservation = harness.reservation("short")
     harness.engine.start("short")
-    harness.engine.unpin([block.block_id for block in admission.missing])
+    harness.engine.unpin([block.block_id for block in reservation.missing])
     harness.step()
     assert ("short", 0) in harness.finished and ("long", 0) not in harness.finished
     harness.run()

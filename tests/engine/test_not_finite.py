@@ -11,7 +11,7 @@ from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import NO_TOKEN
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.finished_step import FinishedStep
-from tests.engine.harness import BLOCK_SIZE, Harness, prompt_of, request
+from tests.engine.harness import BLOCK_SIZE, Harness, move, produce, prompt_of, request
 
 PROMPT = prompt_of(4 * BLOCK_SIZE + 3)
 CHUNK = 2 * BLOCK_SIZE
@@ -67,14 +67,14 @@ def test_what_others_still_hold_is_not_found_either(run_ahead: bool) -> None:
         names = [block.block_hash for result in harness.results for block in result.named]
     harness.engine.add(request("holder", PROMPT, role=KVRole.CONSUME))
     harness.run()
-    assert harness.admission("holder").num_cached_tokens == CHUNK
+    assert harness.reservation("holder").num_cached_tokens == CHUNK
     harness.engine.add(request("good", PROMPT))
     harness.run()
     assert [failure.request_id for result in harness.results for failure in result.failures] == ["bad"]
     assert harness.tokens["good", 0] == expected_output(PROMPT, 8)
     told = [name for result in harness.results for name in result.distrusted]
     assert set(names) <= set(told) and len(set(told)) == len(told), "a store has to forget them"
-    harness.engine.unpin([block.block_id for block in harness.admission("holder").missing])
+    harness.engine.unpin([block.block_id for block in harness.reservation("holder").missing])
     harness.engine.abort("holder")
     harness.run()
     harness.engine.check_idle()
@@ -111,9 +111,9 @@ def test_a_prefix_that_was_found_before_it_was_distrusted_is_not_offered() -> No
         prefix = {block.block_hash for result in harness.results for block in result.named}
     harness.engine.add(replace(request("late", PROMPT, role=KVRole.PRODUCE), receive=True))
     harness.run()
-    assert harness.admission("late").num_cached_tokens == CHUNK
+    assert harness.reservation("late").num_cached_tokens == CHUNK
     assert prefix <= {name for result in harness.results for name in result.distrusted}
-    harness.engine.unpin([block.block_id for block in harness.admission("late").missing])
+    harness.engine.unpin([block.block_id for block in harness.reservation("late").missing])
     harness.results.clear()
     harness.engine.start("late")
     harness.run()
@@ -122,3 +122,28 @@ def test_a_prefix_that_was_found_before_it_was_distrusted_is_not_offered() -> No
     harness.engine.release_lease("late")
     harness.run()
     harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("distrust", [False, True])
+def test_what_was_received_is_not_found_after_an_abort_that_distrusts_it(*, distrust: bool) -> None:
+    """The node that has computed it has found that it is not finite."""
+    prefill, decode = Harness(publish=True), Harness(publish=True)
+    produce(prefill, "a", PROMPT)
+    decode.engine.add(request("a", PROMPT, role=KVRole.CONSUME))
+    decode.step()
+    move(prefill, decode, decode.reservation("a"), count=2)
+    decode.run()
+    received = [block.block_hash for block in decode.reservation("a").missing[:2]]
+    assert len(decode.engine.pool.lookup(received)) == 2
+    decode.engine.abort("a", distrust=distrust)
+    assert len(decode.engine.pool.lookup(received)) == (0 if distrust else 2)
+    decode.engine.abort("a", distrust=True)  # it is over
+    decode.engine.add(request("b", PROMPT))
+    decode.run()
+    assert decode.tokens["b", 0] == expected_output(PROMPT, 8)
+    assert decode.cached_tokens("b") == (0 if distrust else 2 * BLOCK_SIZE)
+    told = {name for result in decode.results for name in result.distrusted}
+    assert told == (set(received) if distrust else set()), "a store has to forget them"
+    prefill.engine.release_lease("a")
+    for harness in (prefill, decode):
+        harness.engine.check_idle()

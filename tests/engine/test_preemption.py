@@ -58,11 +58,11 @@ def test_a_preempted_sequence_gets_blocks_before_a_later_reservation() -> None:
     harness.engine.add(request("late", prompt_of(9, 2), role=KVRole.CONSUME))
     while ("0", 0) not in harness.finished:
         assert harness.step()
-        assert not any(result.admissions for result in harness.results), "a preempted sequence waits for these blocks"
+        assert not any(result.reservations for result in harness.results), "a preempted sequence waits for these blocks"
     harness.run()
     assert harness.tokens["1", 0] == expected_output(prompt_of(9, 1), 40)
     harness.engine.abort("late")
-    harness.engine.unpin([block.block_id for block in harness.admission("late").missing])
+    harness.engine.unpin([block.block_id for block in harness.reservation("late").missing])
     harness.run()
     harness.engine.check_idle()
 

@@ -43,7 +43,7 @@ def test_a_resumed_output_split_over_two_engines_recomputes_no_token(num_prior: 
     decode.step()
     prefill.engine.add(resumed("a", num_prior, choice=2, role=KVRole.PRODUCE))
     prefill.run()
-    move(prefill, decode, decode.admission("a"))
+    move(prefill, decode, decode.reservation("a"))
     first = first_tokens(prefill, "a")
     decode.engine.start("a", first)
     decode.run()

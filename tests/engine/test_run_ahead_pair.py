@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvrelay.core.generation.outputs import TokenOutput
-from kvrelay.engine.request import Admission, KVRole
+from kvrelay.engine.request import KVRole, Reservation
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, first_tokens, move, prompt_of, request
 
@@ -19,7 +19,7 @@ class Pair:
         self.decode = Harness(num_blocks=rng.choice([24, 60]), max_num_seqs=6, publish=True, run_ahead=True)
         self.prompts: dict[str, list[int]] = {}
         self.gone: set[str] = set()
-        self.waiting: dict[str, Admission] = {}
+        self.waiting: dict[str, Reservation] = {}
         self._num_seen = 0
 
     def add(self, request_id: str, prompt: list[int], n: int) -> None:
@@ -31,7 +31,7 @@ class Pair:
         """Steps both engines and may move blocks. Returns whether anything may still happen."""
         busy = self.prefill.step() | self.decode.step()
         for result in self.decode.results[self._num_seen :]:
-            self.waiting.update({admission.request_id: admission for admission in result.admissions})
+            self.waiting.update({reservation.request_id: reservation for reservation in result.reservations})
         self._num_seen = len(self.decode.results)
         for request_id in [name for name in self.waiting if (name, 0) in self.prefill.tokens]:
             if self.rng.random() < 0.5:
@@ -40,9 +40,9 @@ class Pair:
 
     def _move(self, request_id: str) -> None:
         """Moves all blocks or some of them; the decode engine computes the others."""
-        admission = self.waiting.pop(request_id)
-        count = None if self.rng.random() < 0.7 else self.rng.randrange(len(admission.missing) + 1)
-        move(self.prefill, self.decode, admission, count=count)
+        reservation = self.waiting.pop(request_id)
+        count = None if self.rng.random() < 0.7 else self.rng.randrange(len(reservation.missing) + 1)
+        move(self.prefill, self.decode, reservation, count=count)
         self.prefill.engine.release_lease(request_id)
         self.decode.engine.start(request_id, first_tokens(self.prefill, request_id))
 
@@ -50,8 +50,8 @@ class Pair:
         self.gone.add(request_id)
         self.prefill.engine.abort(request_id)
         self.decode.engine.abort(request_id)
-        if (admission := self.waiting.pop(request_id, None)) is not None:
-            self.decode.engine.unpin([block.block_id for block in admission.missing])
+        if (reservation := self.waiting.pop(request_id, None)) is not None:
+            self.decode.engine.unpin([block.block_id for block in reservation.missing])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -87,7 +87,7 @@ def test_blocks_that_a_prompt_holds_for_its_later_chunks_are_no_room_for_others(
     harness.engine.add(request("prompt", reserved, 4, role=KVRole.CONSUME))
     harness.step()
     assert harness.engine.load().num_free_blocks == 0
-    harness.engine.unpin([block.block_id for block in harness.admission("prompt").missing])
+    harness.engine.unpin([block.block_id for block in harness.reservation("prompt").missing])
     harness.engine.start("prompt", [TokenOutput(0, tuple(expected_output(reserved, 1)))])
     harness.run()
     assert harness.engine.load().num_preemptions == 1

@@ -113,11 +113,31 @@ async def test_a_connector_that_is_set_and_fails_its_self_test_ends_the_start(
 @pytest.mark.parametrize("report", [WRONG, DENIED])
 async def test_a_redis_that_is_away_is_kept_but_not_one_that_waiting_does_not_mend(report: SelfTestReport) -> None:
     assert (await SelfTests(redis=SILENT).choose("ucx,redis")).names == ("ucx", "redis")
-    assert (await SelfTests(redis=SILENT, ucx=SILENT).choose("auto")).names == ("redis",)
     with pytest.raises(ConfigurationError, match="--redis-url"):
         await SelfTests(redis=report).choose("ucx,redis")
     with pytest.raises(ConfigurationError, match="--redis-url"):
         await SelfTests(redis=report, ucx=SILENT).choose("auto")
+
+
+async def test_a_redis_that_is_away_does_not_stand_in_for_a_ucx_that_the_next_start_may_mend() -> None:
+    """After a reboot the address of UCX may not be up yet. A node that had chosen Redis would be refused by routers for
+    as long as it lives."""
+    tests = SelfTests(ucx=SelfTestReport("no such address"), redis=SILENT)
+    with pytest.raises(ConfigurationError, match=r"^connector 'ucx' does not work.*no such address.*--ucx-net-devices"):
+        await tests.choose("auto")
+    assert tests.checked == ["shared_memory", "ucx", "redis"]
+
+
+@pytest.mark.parametrize(("ucx_installed", "has_secret"), [(False, True), (True, False)])
+async def test_a_redis_that_is_away_is_taken_where_no_start_would_bring_ucx(
+    ucx_installed: bool, has_secret: bool
+) -> None:
+    def choose(broken: Mapping[str, str]) -> ConnectorChoice:
+        return choose_connectors(
+            "auto", host="10.0.0.2", ucx_installed=ucx_installed, has_secret=has_secret, broken=broken
+        )
+
+    assert (await choose_working(choose, SelfTests(redis=SILENT).check)).names == ("redis",)
 
 
 async def test_each_connector_is_tested_once() -> None:

@@ -11,7 +11,7 @@ from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.rpc.wire import source_to_wire
-from kvrelay.engine.request import Admission, EngineRequest
+from kvrelay.engine.request import EngineRequest, Reservation
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output
@@ -136,7 +136,7 @@ async def test_the_router_is_told_how_much_was_here_how_much_was_fetched_and_how
     runner.pool = [[0] * BLOCK_SIZE for _ in runner.pool]  # it does not see what is fetched
     holder = Holder(hub, "p")
     second = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE))[1]
-    await holder.hold(Admission("a", BLOCK_SIZE, (NamedBlock(0, second, BLOCK_SIZE),)), 1)
+    await holder.hold(Reservation("a", BLOCK_SIZE, (NamedBlock(0, second, BLOCK_SIZE),)), 1)
     async with serving(DecodeService, node := make_node(runner, InProcessConnector(hub))) as service:
         router = Router(service)
         before = admit("before", local_prefill=True)

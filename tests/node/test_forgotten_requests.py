@@ -78,8 +78,8 @@ async def test_an_abort_before_the_reception_has_begun_unpins_its_blocks() -> No
 
         def abort_at_once(result: StepResult) -> None:
             handle(result)
-            for admission in result.admissions:
-                service._abort(admission.request_id)
+            for reservation in result.reservations:
+                service._abort(reservation.request_id)
                 aborted.set()
 
         node._handler = abort_at_once
@@ -109,14 +109,14 @@ async def test_a_request_that_decodes_ends_when_it_is_aborted() -> None:
         await router.close()
 
 
-@pytest.mark.parametrize("what", ["admissions", "outputs", "failures"])
+@pytest.mark.parametrize("what", ["reservations", "outputs", "failures"])
 async def test_what_the_engine_reports_of_a_request_that_was_aborted_meanwhile_is_ignored(what: str) -> None:
     """But the blocks that it has reserved are unpinned."""
     async with serving(DecodeService, node := make_node(FailingRunner() if what == "failures" else None)) as service:
         handle, late = node._handler, list[StepResult]()
         node._handler = late.append
         router = Router(service)
-        router.send(admit("a", local_prefill=what != "admissions"))
+        router.send(admit("a", local_prefill=what != "reservations"))
         await _until_reported(what, late)
         router.send(pb.DecodeCommand(abort=pb.Abort(request_id="a")))
         await router.all_taken()
@@ -126,13 +126,13 @@ async def test_what_the_engine_reports_of_a_request_that_was_aborted_meanwhile_i
         await router.close()
 
 
-@pytest.mark.parametrize("what", ["admissions", "outputs", "failures"])
+@pytest.mark.parametrize("what", ["reservations", "outputs", "failures"])
 async def test_what_the_engine_reports_of_a_prefill_that_was_given_up_meanwhile_is_ignored(what: str) -> None:
     async with serving(PrefillService, node := make_node(FailingRunner() if what == "failures" else None)) as service:
         handle, late = node._handler, list[StepResult]()
         node._handler = late.append
         request = _prefill_request()
-        if what == "admissions":
+        if what == "reservations":
             request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
         async with aclosing(service.Prefill(request, _NO_CONTEXT)) as events:
             await anext(events)

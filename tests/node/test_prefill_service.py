@@ -11,7 +11,7 @@ from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, Unav
 from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.rpc.wire import source_to_wire
-from kvrelay.engine.request import Admission, StepResult
+from kvrelay.engine.request import Reservation, StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node import leases
@@ -135,7 +135,7 @@ async def test_the_first_tokens_of_all_outputs_come_together_with_where_the_prom
     runner.pool = [[0] * BLOCK_SIZE for _ in runner.pool]  # it does not see what is fetched
     holder = Holder(hub, "h")
     second = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE))[1]
-    await holder.hold(Admission("a", BLOCK_SIZE, (NamedBlock(0, second, BLOCK_SIZE),)), 1)
+    await holder.hold(Reservation("a", BLOCK_SIZE, (NamedBlock(0, second, BLOCK_SIZE),)), 1)
     node = make_node(runner, InProcessConnector(hub))
     async with serving(PrefillService, node) as service, asyncio.timeout(PATIENCE):
         request = prefill_request("a", PROMPT)
@@ -201,7 +201,7 @@ async def test_a_reception_that_is_cancelled_before_it_has_begun_unpins_its_bloc
 
         def cancel_at_once(result: StepResult) -> None:
             handle(result)
-            if result.admissions:
+            if result.reservations:
                 reception = service._active["a"].reception
                 assert reception is not None
                 reception.cancel()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
@@ -113,13 +114,13 @@ async def test_a_node_that_fails_its_requests_is_ejected_unless_it_is_the_last_o
             await failed_once(nodes, nodes.decodes[0], number)
         assert bad.outlier.is_ejected
         assert nodes.registry.live(NodeRole.DECODE) == [bad], "the last one"
-        assert nodes.registry.state_of(bad) is NodeState.LIVE
+        assert not nodes.registry.is_ejected(bad)
         await nodes.decodes[1].start()
         nodes.decodes[1].update(0, reset=True)
         await until(lambda: good.state is NodeState.LIVE)
         if bad.outlier.is_ejected:  # it lasts for a few seconds only
             assert nodes.registry.live(NodeRole.DECODE) == [good]
-            assert nodes.registry.state_of(bad) is NodeState.EJECTED
+            assert nodes.registry.is_ejected(bad) and not nodes.registry.is_ejected(good)
 
 
 async def test_an_output_that_the_edge_has_ended_clears_the_failures_before_it() -> None:
@@ -236,12 +237,38 @@ async def test_a_restart_ends_an_ejection() -> None:
             node.outlier.failed(KVRelayError("internal error"))
         await nodes.decode.stop()
         await until(lambda: node.state is NodeState.LOST)
-        assert nodes.registry.state_of(node) is NodeState.LOST, "its ejection says nothing any more"
+        assert not nodes.registry.is_ejected(node), "it is lost, and its ejection says nothing any more"
         nodes.decode.epoch = 2
         nodes.decode.update(0, reset=True)
         await nodes.decode.start()
         await until(lambda: node.state is NodeState.LIVE)
         assert not node.outlier.is_ejected
+
+
+async def test_each_outage_begins_with_the_shortest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a node that was once away for long would come back late from each restart."""
+    waits: list[float] = []
+
+    class Recorded(Backoff):
+        def next(self) -> float:
+            waits.append(super().next())
+            return waits[-1]
+
+    monkeypatch.setattr("router.nodes.registry.Backoff", Recorded)
+    node = ScriptedDecode()
+    async with registered(node) as registry:
+        [handle] = registry.decode
+        await until(lambda: handle.state is NodeState.LIVE)
+        await node.stop()
+        await until(lambda: handle.state is NodeState.LOST)
+        num_before = len(waits)
+        await until(lambda: len(waits) >= num_before + 3)
+        await node.start_again(epoch=2)
+        await until(lambda: handle.state is NodeState.LIVE)
+        num_before = len(waits)
+        await node.stop()
+        await until(lambda: len(waits) > num_before)
+        assert waits[num_before] <= 0.1 < max(waits)
 
 
 # -- not fitting -------------------------------------------------------------------------------------------------------

@@ -1,17 +1,22 @@
 """What `/metrics` shows of nodes: their state, load and counters, as the router last heard of them."""
 
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
+from random import Random
 
 from prometheus_client import CollectorRegistry
 
+from kv_connector.stats import ConnectorStats
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.v1 import node_pb2
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.node_metrics import NodeMetrics
+from router.nodes.outlier import Outlier
 from router.nodes.registry import Registry
+from tests.manual_clock import ManualClock
 from tests.router.scripted_cluster import cluster, registered, settled
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, until
 
@@ -45,6 +50,7 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         assert value("kv_blocks_refused_total", connector="ucx", cause="digest") == 5
         assert value("node_state", state="live") == 1
         assert value("node_state", state="lost") == 0
+        assert value("node_state", state="ejected") == 0
         assert value("node_ejections_total") == 0
         assert value("node_links_broken") is None
         for names, count in (([b"a" * 32, b"b" * 32], 2), ([b"b" * 32], 2), ([b"c" * 32], 3)):
@@ -66,6 +72,64 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         await until(lambda: nodes.registry.prefill[0].load.num_leases == 3)
         assert value("kv_cache_usage_perc") == 0.25
         assert value("node_leases_ended_total", how="released") == 7, "kept: a message without counters says nothing"
+
+
+async def test_each_number_of_a_node_is_under_its_own_name() -> None:
+    node = ScriptedDecode("decode-0")
+    # A counter of the connector's, and what it is called in `/metrics`.
+    names = {
+        "blocks_published": "kv_blocks_published",
+        "bytes_published": "kv_bytes_published",
+        "blocks_fetched": "kv_blocks_fetched",
+        "bytes_fetched": "kv_bytes_fetched",
+        "fetch_seconds": "kv_fetch_seconds",
+        "missing": "kv_blocks_missing",
+        "failed": "kv_blocks_failed",
+        "skipped": "kv_blocks_skipped",
+        "lost_unstored": "kv_blocks_lost_unstored",
+        "not_worth": "kv_blocks_not_worth_fetching",
+        "quarantined": "kv_blocks_quarantined",
+        "peers_refused": "kv_peers_refused",
+    }
+    assert set(names) == {field.name for field in fields(ConnectorStats)} - {"refused"}, "that one has a label `cause`"
+    counters = {counter: number for number, counter in enumerate(names, start=100)}
+    stats = node_pb2.NodeStats()
+    stats.connectors.add(connector="ucx", counters=counters)
+    load = node_pb2.NodeLoad(
+        num_requests_running=1, num_requests_waiting=2, num_queued_tokens=3, num_leases=4, num_preemptions=5
+    )
+    async with registered(node) as registry:
+        collectors = CollectorRegistry()
+        collectors.register(NodeMetrics(registry))
+        node.updates.put_nowait(node_pb2.WatchResponse(epoch=1, load=load, stats=stats))
+        await until(lambda: bool(registry.decode[0].stats.connectors))
+
+        def value(name: str, **labels: str) -> float | None:
+            return collectors.get_sample_value(f"kvrelay:{name}", {"node": "decode-0", "role": "decode", **labels})
+
+        assert [
+            value("node_requests_running"),
+            value("node_requests_waiting"),
+            value("node_queued_tokens"),
+            value("node_leases"),
+            value("num_preemptions_total"),
+        ] == [1, 2, 3, 4, 5]
+        found = {counter: value(f"{name}_total", connector="ucx") for counter, name in names.items()}
+        assert found == counters
+
+
+async def test_an_ejected_node_is_up_and_in_a_state_of_its_own() -> None:
+    async with registered(ScriptedDecode("bad"), ScriptedDecode("good")) as registry:
+        await until(lambda: all(node.state is NodeState.LIVE for node in registry.nodes))
+        bad = registry.decode[0]
+        bad.outlier = Outlier("bad", ManualClock(), Random(0))  # so that its ejection does not end
+        for _ in range(5):
+            bad.outlier.failed(KVRelayError("out of luck"))
+        families = {family.name: family for family in NodeMetrics(registry).collect()}
+        states = [sample.labels for sample in families["kvrelay:node_state"].samples if sample.value]
+        assert {labels["node"]: labels["state"] for labels in states} == {"bad": "ejected", "good": "live"}
+        assert len(states) == 2
+        assert [sample.value for sample in families["kvrelay:node_up"].samples] == [1, 1]
 
 
 async def test_a_node_at_another_address_goes_on_with_the_series_of_its_id() -> None:

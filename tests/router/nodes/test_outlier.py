@@ -36,8 +36,9 @@ def test_failures_in_a_row_eject() -> None:
     assert outlier.is_ejected and outlier.num_ejections == 1
     clock.seconds += 3.7
     assert outlier.is_ejected, "three quarters of it at least"
+    assert not outlier.is_on_probation
     clock.seconds += 1.4
-    assert not outlier.is_ejected
+    assert not outlier.is_ejected and outlier.is_on_probation
 
 
 def test_one_more_failure_ejects_for_twice_as_long_and_one_success_forgives() -> None:
@@ -52,8 +53,9 @@ def test_one_more_failure_ejects_for_twice_as_long_and_one_success_forgives() ->
         clock.seconds += longest - shortest + 0.02
         assert not outlier.is_ejected
     outlier.succeeded()
+    assert not outlier.is_on_probation
     fail(outlier, 4)
-    assert not outlier.is_ejected
+    assert not outlier.is_ejected and not outlier.is_on_probation
     fail(outlier, 1)
     clock.seconds += 5.1
     assert not outlier.is_ejected, "the time has begun anew too"
@@ -83,4 +85,4 @@ def test_a_reset_forgets_failures_and_ejections() -> None:
     outlier, _ = make()
     fail(outlier, 5)
     outlier.reset()
-    assert not outlier.is_ejected
+    assert not outlier.is_ejected and not outlier.is_on_probation

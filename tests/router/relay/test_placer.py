@@ -118,6 +118,15 @@ async def test_a_decode_node_is_chosen_by_the_load_that_nodes_report(load: dict[
         assert placement.decode.source.node_id == chosen
 
 
+async def test_prompts_that_this_router_has_queued_at_a_decode_node_count_before_it_reports_them() -> None:
+    """Without them the first node would be chosen, whose turn it is."""
+    async with cluster(num_decode_nodes=2) as nodes:
+        queued, other = nodes.registry.decode
+        queued.num_queued_tokens += 5000
+        assert nodes.placer.place(NODE_REQUEST, lost=set(), last_resort=False).decode.node is other
+        queued.num_queued_tokens -= 5000
+
+
 @pytest.mark.parametrize("table", ["", "shared"])
 async def test_a_prompt_that_is_computed_on_lent_cores_yields_to_decodes(table: str) -> None:
     async with cluster(local_prefill_max_tokens=4, core_table=table) as nodes:

@@ -5,15 +5,21 @@ import gc
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import grpc
 import pytest
 
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import DeadlineError, UnavailableError
 from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.rpc.calls import Context
+from kvrelay.v1 import prefill_node_pb2, prefill_node_pb2_grpc
 from router.relay.prefill_client import PrefillAccepted, PrefillClient, PrefillEnded, PrefillEvent, PrefillSession
 from router.request import NodeRequest
 from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon
+from tests.simulation.network import Fate, Message, Network
+from tests.simulation.rpc import Channel, Server
+from tests.simulation.virtual_loop import Process, VirtualLoop, run_virtual
 
 Events = asyncio.Queue[PrefillEvent]
 REQUEST = NodeRequest((5, 6, 7), SamplingParams(seed=1), NAMESPACE, 0, b"", 0, 0, is_replay=False)
@@ -30,6 +36,74 @@ async def prefilling() -> AsyncIterator[tuple[ScriptedPrefill, PrefillClient, Pr
         yield node, client, client.prefill("one", REQUEST, (), timeout=PATIENCE, sink=events.put_nowait), events
         await client.close()
     await node.stop()
+
+
+class Undisturbed:
+    """A network on which every message arrives, a millisecond later."""
+
+    def fate(self, message: Message) -> Fate:
+        return Fate.DELIVER
+
+    def delay(self) -> float:
+        return 0.001
+
+    def notice(self) -> float:
+        return 0.0
+
+
+def test_a_lease_is_renewed_three_times_in_its_time() -> None:
+    """So that it outlives a renewal that fails."""
+
+    async def main(loop: VirtualLoop) -> None:
+        network = Network(Undisturbed(), trace=lambda line: None)
+        node, server = ScriptedPrefill(), Server(Process("node"), network)
+        prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(node, cast(Any, server))
+        channel = Channel(network, {"node": server}, Process("router"), "node")
+        client = PrefillClient(cast(Any, channel), "node", lease_ttl=30.0, timeout=PATIENCE)
+        began = loop.time()
+        client.hold("lease")
+        for number in (1, 2, 3, 4):
+            assert await soon(node.renewed) == ("lease",)
+            assert loop.time() - began == pytest.approx(10.0 * number, abs=0.1)
+        await client.close()
+
+    run_virtual(main)
+
+
+class SilentPrefill(ScriptedPrefill):
+    """A node that answers no request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[prefill_node_pb2.PrefillRequest] = []
+
+    async def Prefill(
+        self, request: prefill_node_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[prefill_node_pb2.PrefillEvent]:
+        self.requests.append(request)
+        await asyncio.Event().wait()
+        yield prefill_node_pb2.PrefillEvent()
+
+
+def test_a_call_ends_a_second_after_the_time_of_its_request() -> None:
+    """By then the client has heard what the request has waited for; gRPC would only say that its deadline is over."""
+
+    async def main(loop: VirtualLoop) -> None:
+        network = Network(Undisturbed(), trace=lambda line: None)
+        node, server = SilentPrefill(), Server(Process("node"), network)
+        prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(node, cast(Any, server))
+        channel = Channel(network, {"node": server}, Process("router"), "node")
+        client = PrefillClient(cast(Any, channel), "node", lease_ttl=30.0, timeout=PATIENCE)
+        events: Events = asyncio.Queue()
+        began = loop.time()
+        client.prefill("one", REQUEST, (), timeout=10.0, sink=events.put_nowait)
+        ended = await soon(events)
+        assert isinstance(ended, PrefillEnded) and isinstance(ended.error, DeadlineError)
+        assert loop.time() - began == pytest.approx(11.0, abs=0.1)
+        await client.close()
+        assert [request.timeout_ms for request in node.requests] == [10_000], "the node is told the request's own time"
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("node_is_lost", [False, True])
