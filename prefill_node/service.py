@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.errors import InvalidRequestError, KVRelayError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, NotFiniteError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
@@ -110,6 +110,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             await self._node.engine_thread.call(lambda engine: engine.add(engine_request))
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=request_id))
             while (event := await prefill.events.get()) is not None:
+                if isinstance(event, NotFiniteError):
+                    await self._node.all_published()  # who computes the prompt now must not find its blocks in a store
                 if isinstance(event, KVRelayError):
                     raise event
                 yield event

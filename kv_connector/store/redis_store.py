@@ -114,15 +114,17 @@ class RedisConnector:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)
         block_bytes = self._require().pool.block_bytes
         known: dict[NamedBlock, Verdict] = {}
+        wanted, is_looked_up = blocks, False
         try:
-            if block_bytes * len(blocks) > self._settings.batch_bytes and timeout > 0:  # more than one exchange
-                known = await self._absent(self._require(), blocks, timeout)
-            wanted = [block for block in blocks if block not in known]
-            for part in slices(wanted, block_bytes, self._settings.batch_bytes):
+            while wanted and (left := verdicts.seconds_left) > 0:
+                part = next(slices(wanted, block_bytes, self._settings.batch_bytes))
+                found = await self._load(self._require(), part, left)
+                known.update(zip(part, found, strict=True))
+                wanted = wanted[len(part) :]
                 left = verdicts.seconds_left
-                if left <= 0:
-                    break
-                known.update(zip(part, await self._load(self._require(), part, left), strict=True))
+                if wanted and left > 0 and FetchOutcome.MISSING in found and not is_looked_up:
+                    known.update(await self._absent(self._require(), wanted, left))
+                    wanted, is_looked_up = [block for block in wanted if block not in known], True
         except CircuitOpenError:
             self.stats.skipped += sum(block not in known for block in blocks)
         except UNREACHABLE as error:
@@ -235,7 +237,7 @@ class RedisConnector:
 
     async def _absent(self, state: _Open, blocks: Sequence[NamedBlock], timeout: float) -> dict[NamedBlock, Verdict]:
         """Returns MISSING for each of these blocks that Redis does not hold. Takes one exchange, in which a block costs
-        a byte at most: a prompt that is new would otherwise take as many exchanges as one that is there."""
+        a byte at most: when the first blocks of a prompt are missing, those behind would take many to say the same."""
         values = await self._values(state, blocks, 0, timeout)
         return {block: FetchOutcome.MISSING for block, value in zip(blocks, values, strict=True) if _is_absent(value)}
 

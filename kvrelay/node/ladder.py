@@ -2,8 +2,8 @@
 
 For each block in turn these are the source that announced it, then other holders, then the store that all nodes share.
 Blocks that do not arrive from one are requested from the next.
-Invariant: no source is asked twice for a block unless it has announced more in between, or brought a good part of the
-others before its time was over; any other fetch that failed is the last from its source. So the search ends.
+Invariant: no source is asked twice for a block unless it has announced more in between, or it is slow and this is the
+second time; any other fetch that failed is the last from its source. So the search ends.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import STORE, FetchReport
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones are still fetched
-_SLOW_PART = 4  # a fetch that failed, but brought one block in so many, is that of a link that works and is slow
+_SLOW_PART = 4  # a fetch that failed, but brought one block in so many, may be that of a link that works and is slow
 _MOST_REFUSED = 3  # blocks that failed verification, after which a source is not trusted any more
 
 
@@ -28,7 +28,8 @@ class _Offer:
     source: KVSource | None
     available: int = 0
     failures: dict[int, FetchOutcome] = field(default_factory=dict)
-    given_up: bool = False  # a fetch failed and brought little, or it has sent too many bad blocks
+    is_slow: bool = False  # its last fetch failed, but brought so much that it is asked once more
+    given_up: bool = False  # a fetch failed, or it has sent too many bad blocks
     num_refused: int = 0
 
     def raise_to(self, num_blocks: int) -> None:
@@ -104,15 +105,15 @@ class Ladder:
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
         """Takes one outcome per block of `ask`; returns how many more leading blocks are here. Blocks that arrived
-        behind a gap are kept: only the gap is requested from the next source. Of a fetch that brought one in
-        `_SLOW_PART`, those that FAILED count as not requested: a slow link needs more than one fetch."""
+        behind a gap are kept: only the gap is requested from the next source. What FAILED at a slow one counts as not
+        requested."""
         offer = next(offer for offer in self._offers() if offer.source == ask.source)
-        is_slow = outcomes.count(FetchOutcome.FETCHED) * _SLOW_PART >= len(outcomes)
+        offer.is_slow = not (offer.is_slow or ask.is_guess) and _are_those_of_a_slow_link(outcomes)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
             if outcome is FetchOutcome.FETCHED:
                 self._origins[index] = STORE if ask.source is None else ask.source.node_id
                 continue
-            if is_slow and outcome is FetchOutcome.FAILED:
+            if offer.is_slow and outcome is FetchOutcome.FAILED:
                 continue
             offer.fail(index, outcome)
             if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or there is none
@@ -145,3 +146,11 @@ class Ladder:
             return self._store
         known = self._announced.get(source) or self._holders.pop(source, None) or _Offer(source)
         return offers.setdefault(source, known)
+
+
+def _are_those_of_a_slow_link(outcomes: Sequence[FetchOutcome]) -> bool:
+    """Tells whether a fetch that failed may just have had too little time. The first block then came, because blocks
+    come in order, more or less."""
+    num_fetched = outcomes.count(FetchOutcome.FETCHED)
+    failed, began = FetchOutcome.FAILED in outcomes, outcomes[0] is FetchOutcome.FETCHED
+    return failed and began and num_fetched * _SLOW_PART >= len(outcomes)

@@ -146,7 +146,7 @@ class Node:
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests, and only on an idle node."""
-        await self._all_published()
+        await self.all_published()
         await self.engine_thread.call(lambda engine: engine.check_idle())
 
     async def close(self) -> None:
@@ -162,9 +162,16 @@ class Node:
         self.draining = True
         self.event_log.touch()
         await self.activity.idle()
-        with suppress(UnavailableError):  # the engine has ended, and the node is about to
-            await self._all_published()
-            await self.connector.finish_storing()
+        await self.all_published()
+        await self.connector.finish_storing()
+
+    async def all_published(self) -> None:
+        """Returns when the connector was offered everything that the engine has named so far, and told of all that it
+        distrusts."""
+        with suppress(UnavailableError):  # the engine has ended
+            for _ in range(2):  # once the second is answered, the publisher has what messages before the first named
+                await self.engine_thread.call(lambda engine: None)
+        await self._publisher.drain()
 
     def require_accepting(self) -> None:
         self.require_alive()
@@ -186,12 +193,6 @@ class Node:
     def require_alive(self) -> None:
         if self.crashed.is_set():
             raise UnavailableError(f"{self.identity.node_id} has crashed")
-
-    async def _all_published(self) -> None:
-        """Returns when everything that the engine has named so far was offered to the connector."""
-        for _ in range(2):  # once the second is answered, the publisher has what messages before the first have named
-            await self.engine_thread.call(lambda engine: None)
-        await self._publisher.drain()
 
     def _unpin(self, block_ids: Sequence[int]) -> None:
         self.engine_thread.post(lambda engine: engine.unpin(block_ids))

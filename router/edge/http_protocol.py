@@ -84,7 +84,8 @@ class _WithoutChunks(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.body":
-            self.expected_content_length += len(message["body"])  # uvicorn sends only what it expects
+            # uvicorn sends only what it expects, and expects what it was to send when it was cancelled.
+            self.expected_content_length = len(message["body"])
         await super().send(message)
 
 

@@ -79,14 +79,6 @@ class NodeHandle:
         """Tells whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)
 
-    @property
-    def may_be_tried(self) -> bool:
-        """Tells whether its failures let the node have one more request: never while it is ejected, and on probation
-        while this router has nothing under way there. Being empty, it would be the cheapest node for all of a burst."""
-        if self.outlier.is_on_probation:
-            return self.num_sequences == 0 and self.num_queued_tokens == 0
-        return not self.outlier.is_ejected
-
     def failed(self, error: KVRelayError, source: KVSource) -> None:
         """Counts a request that ended at the process `source` with `error` against the node, unless that is not live:
         one that is lost or has drained for as long as it may ends all that it has, and its state says so. While a

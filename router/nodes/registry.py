@@ -110,15 +110,16 @@ class Registry:
         self, role: NodeRole, suits: Callable[[NodeDescription], bool] = lambda description: True
     ) -> list[NodeHandle]:
         """Returns the nodes that may get a request now, of those that `suits` accepts, in the order in which they are
-        listed: the live ones without those that are ejected or that another request is trying, or with them if there is
-        no other."""
+        listed: the live ones without those that are ejected or were given one on probation just now. If there are no
+        others, those on probation come before the ejected ones."""
         nodes = self.prefill if role is NodeRole.PREFILL else self.decode
         live = [
             node
             for node in nodes
             if node.state is NodeState.LIVE and node.description is not None and suits(node.description)
         ]
-        return [node for node in live if node.may_be_tried] or live
+        admitting = [node for node in live if node.outlier.admits]
+        return admitting or [node for node in live if not node.outlier.is_ejected] or live
 
     def is_ejected(self, node: NodeHandle) -> bool:
         """Tells whether the node gets no requests although it is live."""

@@ -140,9 +140,11 @@ def _resolved(
     nodes: Mapping[str, NodeHandle],
     held: Mapping[str, int],
 ) -> NodePlacement[ClientT]:
-    """Returns a node that the policy has chosen, with its client (`clients` are by address). `hints` are its sources,
-    `nodes` those that it chose among, and `held` how many leading blocks each of them holds."""
+    """Returns a node that the policy has chosen, with its client (`clients` are by address), and notes that it gets a
+    request. `hints` are its sources, `nodes` those that it chose among, and `held` how many leading blocks each of them
+    holds."""
     node = nodes[node_id]
+    node.outlier.placed()
     sources = tuple(HeldBlocks(nodes[hint.node_id].source, hint.num_blocks) for hint in hints)
     most_held = max([held.get(node_id, 0), *(source.num_blocks for source in sources)])
     return NodePlacement(node, clients[node.address], node.source, sources, facts.uncached_tokens(most_held))

@@ -14,14 +14,16 @@ from router.relay.attempt import Attempt, Loss, NodeLostError
 @dataclass(slots=True)
 class Share:
     """Outputs that are placed together. `losses`: the nodes they have lost in each way since they last got past it.
-    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `wait`: the timer that ends their
-    wait for a node, and `has_waited` tells whether they have waited since their loss."""
+    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `doubts_kv`: a loss so far was one
+    that `NodeLostError.doubts_kv` is about. `wait`: the timer that ends their wait for a node, and `has_waited` tells
+    whether they have waited since their loss."""
 
     choices: tuple[int, ...]
     backoff: Backoff
     losses: set[tuple[Loss, KVSource]] = field(default_factory=set)
     lost: NodeLostError | None = None
     lost_at: float = 0.0
+    doubts_kv: bool = False
     has_waited: bool = False
     attempt: Attempt | None = None
     wait: asyncio.TimerHandle | None = None

@@ -210,7 +210,8 @@ class RequestSupervisor:
         share.losses.add((lost.loss, lost.source))
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
-            again = Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now())
+            doubts_kv = share.doubts_kv or lost.doubts_kv
+            again = Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now(), doubts_kv)
             self._shares.append(again)
             self._homeless.append(again)
 
@@ -237,7 +238,7 @@ class RequestSupervisor:
             else:
                 self._search_later(share)
             return
-        if share.lost.doubts_kv:
+        if share.doubts_kv:
             placement = placement.without_sources()
         node_id = placement.decode.source.node_id
         _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, node_id)

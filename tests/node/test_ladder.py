@@ -98,23 +98,45 @@ def test_a_source_whose_fetch_brought_only_some_blocks_in_its_time_is_asked_for_
     ladder.offer(H, 4)
     ladder.announce(P, 4)
     assert settle(ladder, FETCHED, FAILED, FETCHED, FAILED) == 1
+    assert ladder.report(0).num_failed == 0
     assert next_ask(ladder) == (P, (1, 3))
     assert settle(ladder, FETCHED, FAILED) == 2
-    assert ladder.report(0) == FetchReport(0, (("p", 3),))
-    settle(ladder, FAILED)
-    assert next_ask(ladder) == (H, (3,)), "the last fetch from P brought nothing"
+    assert next_ask(ladder) == (H, (3,)), "twice in a row is too slow"
     settle(ladder, FETCHED)
     assert ladder.is_complete and ladder.report(0).num_failed == 1
 
 
-def test_a_slow_source_is_asked_as_long_as_each_fetch_brings_a_quarter() -> None:
+def test_a_source_that_is_slow_now_and_then_is_asked_once_more_each_time() -> None:
+    ladder = Ladder(192)
+    ladder.announce(P, 192)
+    for _ in range(2):
+        assert settle(ladder, *[FETCHED] * 32, *[FAILED] * 32) == 32
+        assert settle(ladder, *[FETCHED] * 64) == 64
+    assert ladder.is_complete and ladder.report(0) == FetchReport(0, (("p", 192),))
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        [*[FETCHED] * 15, *[FAILED] * 49],  # slower than computing them
+        [FAILED, *[FETCHED] * 63],  # not slow: something is wrong with this block
+        [MISSING, FAILED, *[FETCHED] * 62],
+    ],
+)
+def test_a_source_is_given_up_whose_fetch_failed_otherwise(outcomes: list[FetchOutcome]) -> None:
     ladder = Ladder(64)
     ladder.offer(H, 64)
     ladder.announce(P, 64)
-    assert settle(ladder, *[FETCHED] * 16, *[FAILED] * 48) == 16
-    assert next_ask(ladder) == (P, tuple(range(16, 64)))
-    assert settle(ladder, *[FETCHED] * 11, *[FAILED] * 37) == 11
-    assert next_ask(ladder) == (H, tuple(range(27, 64))), "so few in all its time are slower than computing them"
+    settle(ladder, *outcomes)
+    ask = ladder.next()
+    assert ask is not None and ask.source == H
+
+
+def test_a_holder_that_has_announced_nothing_gets_no_second_chance() -> None:
+    ladder = Ladder(4)
+    ladder.offer(H, 4)
+    settle(ladder, FETCHED, FETCHED, FETCHED, FAILED)
+    assert ladder.next() is None
 
 
 def test_missing_blocks_are_requested_again_after_an_announcement_and_refused_ones_are_not() -> None:

@@ -1,6 +1,7 @@
 """Logits that are not finite: what a prefill node says of them, and what a decode node does that hears of them."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import NotFiniteError
-from kvrelay.core.kv.block_hash import block_hashes
+from kvrelay.core.kv.block_hash import BlockHash, block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.rpc.wire import source_to_wire
 from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
@@ -37,13 +38,26 @@ class NotFiniteRunner(FakeRunner):
         return FinishedStep(ModelRunnerOutput(tuple(results)))
 
 
-async def test_a_prefill_ends_with_an_error_of_its_own() -> None:
-    node = make_node(NotFiniteRunner(NUM_BLOCKS, BLOCK_SIZE))
+class SlowlyForgetful(InProcessConnector):
+    """A connector that takes some turns of the loop to forget blocks."""
+
+    num_forgotten = 0
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        self.num_forgotten += len(names)
+
+
+async def test_a_prefill_ends_with_an_error_of_its_own_when_a_store_has_forgotten_its_blocks() -> None:
+    connector = SlowlyForgetful(InProcessHub())
+    node = make_node(NotFiniteRunner(NUM_BLOCKS, BLOCK_SIZE), connector=connector)
     async with serving(PrefillService, node) as service, asyncio.timeout(PATIENCE):
-        async with aclosing(prefill(service, "a")) as events:
+        async with aclosing(prefill(service, "a", [1] * 40)) as events:
             with pytest.raises(NotFiniteError):
                 async for _ in events:
                     pass
+        assert connector.num_forgotten > 0
         await node.check_idle()
 
 

@@ -56,19 +56,19 @@ async def test_a_value_that_is_no_block_is_refused(redis_server: RedisServer, va
     await peer.connector.close()
 
 
-async def test_a_long_fetch_first_asks_what_is_there_and_then_for_that_alone(
+async def test_a_long_fetch_that_misses_its_first_blocks_asks_for_no_others_that_are_not_there(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that nobody has stored costs one exchange, however long it is, and a value of any kind one block."""
+    """A prompt that nobody has stored costs two exchanges, however long it is, and a value of any kind one block."""
     harness = RedisHarness(redis_server.url, "long")
     connector = RedisConnector(replace(harness.settings, batch_bytes=LAYOUT.block_bytes))
     peer = Node(connector, "node", 64, LAYOUT, 1)
     exchanges: list[None] = []
     monkeypatch.setattr(connector._link.server, "succeeded", lambda: exchanges.append(None))
     assert await connector.fetch(None, blocks(64), timeout=5) == (FetchOutcome.MISSING,) * 64
-    assert len(exchanges) == 1 and connector.stats.missing == 64
+    assert len(exchanges) == 2 and connector.stats.missing == 64
 
-    held, huge, listed = blocks(3)
+    _, held, huge, listed = blocks(4)
     await write_and_publish(peer, [held])
     exchanges.clear()
     with redis.Redis.from_url(redis_server.url) as client:
@@ -78,8 +78,8 @@ async def test_a_long_fetch_first_asks_what_is_there_and_then_for_that_alone(
         outcomes = await connector.fetch(None, blocks(64), timeout=5)
         sent = int(client.info("stats")["total_net_output_bytes"]) - sent_before
     refused = FetchOutcome.REFUSED
-    assert outcomes == (FetchOutcome.FETCHED, refused, refused, *[FetchOutcome.MISSING] * 61)
-    assert len(exchanges) == 1 + 3 + 2, "what is there, each block of it, and the deletion of two"
+    assert outcomes == (FetchOutcome.MISSING, FetchOutcome.FETCHED, refused, refused, *[FetchOutcome.MISSING] * 60)
+    assert len(exchanges) == 1 + 1 + 3 + 2, "the first, what else is there, each block of it, and the deletion of two"
     assert sent < 3 * LAYOUT.block_bytes
     await connector.close()
 

@@ -1,4 +1,4 @@
-"""A node whose ejection is over: one request at a time tries it, and others go elsewhere, until one has gone well."""
+"""A node whose ejection is over: a request tries it now and then, and others go elsewhere, until one has gone well."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,23 +21,25 @@ BUSY = 10_000
 Serving = asyncio.Task[list[RequestEvent]]
 
 
-def put_on_probation(node: NodeHandle) -> None:
+def put_on_probation(node: NodeHandle) -> ManualClock:
+    """Returns the clock of the node's record."""
     clock = ManualClock()
     node.outlier = Outlier(f"node {node.address}", clock, Random(0))
     for _ in range(5):
         node.outlier.failed(UnavailableError("out of luck"))
     clock.seconds += 5.1
     assert node.outlier.is_on_probation
+    return clock
 
 
 @asynccontextmanager
-async def one_of_two_decode_nodes_on_probation() -> AsyncIterator[Cluster]:
-    """Yields two decode nodes, of which the first is on probation and much cheaper than the other."""
+async def one_of_two_decode_nodes_on_probation() -> AsyncIterator[tuple[Cluster, ManualClock]]:
+    """Yields two decode nodes, of which the first is on probation and much cheaper than the other, and the clock of
+    its record."""
     async with cluster(num_prefill_nodes=0, num_decode_nodes=2, silence=30.0) as nodes:
         tried, other = nodes.registry.decode
         other.num_sequences += BUSY
-        put_on_probation(tried)
-        yield nodes
+        yield nodes, put_on_probation(tried)
 
 
 async def sent(nodes: Cluster, request_id: str, place: int) -> tuple[Serving, str]:
@@ -47,7 +49,7 @@ async def sent(nodes: Cluster, request_id: str, place: int) -> tuple[Serving, st
 
 
 async def test_while_one_request_tries_a_decode_node_others_go_elsewhere_until_it_has_gone_well() -> None:
-    async with one_of_two_decode_nodes_on_probation() as nodes:
+    async with one_of_two_decode_nodes_on_probation() as (nodes, _):
         trial, wire_id = await sent(nodes, "trial", 0)
         others = [await sent(nodes, "second", 1)]
         nodes.decodes[0].tokens(wire_id, token(7))
@@ -61,7 +63,7 @@ async def test_while_one_request_tries_a_decode_node_others_go_elsewhere_until_i
 
 
 async def test_a_trial_that_fails_ejects_the_node_again() -> None:
-    async with one_of_two_decode_nodes_on_probation() as nodes:
+    async with one_of_two_decode_nodes_on_probation() as (nodes, _):
         trial, wire_id = await sent(nodes, "trial", 0)
         nodes.decodes[0].failed(wire_id, grpc.StatusCode.INTERNAL, "still out of luck")
         with pytest.raises(KVRelayError, match="still out of luck"):
@@ -72,13 +74,29 @@ async def test_a_trial_that_fails_ejects_the_node_again() -> None:
         await give_up(following)
 
 
-async def test_after_a_trial_that_shows_nothing_the_next_request_tries() -> None:
-    async with one_of_two_decode_nodes_on_probation() as nodes:
-        for request_id in ("first", "second"):
-            trial, _ = await sent(nodes, request_id, 0)
-            await give_up(trial)
-            await nodes.decodes[0].aborted()
+async def test_a_trial_that_takes_long_or_shows_nothing_is_followed_by_another() -> None:
+    async with one_of_two_decode_nodes_on_probation() as (nodes, clock):
+        given_up, _ = await sent(nodes, "first", 0)
+        await give_up(given_up)
+        await nodes.decodes[0].aborted()
+        others = [await sent(nodes, "second", 1)]
+        for request_id in ("third", "fourth"):
+            clock.seconds += 5.0
+            others.append(await sent(nodes, request_id, 0))
         assert nodes.registry.decode[0].outlier.is_on_probation
+        for serving, _ in others:
+            await give_up(serving)
+
+
+async def test_an_ejected_node_gets_nothing_while_another_is_tried() -> None:
+    async with one_of_two_decode_nodes_on_probation() as (nodes, _):
+        tried, other = nodes.registry.decode
+        other.num_sequences -= BUSY
+        tried.num_sequences += BUSY
+        for _ in range(5):
+            other.outlier.failed(UnavailableError("out of luck, too"))
+        for serving, _ in [await sent(nodes, "first", 0), await sent(nodes, "second", 0)]:
+            await give_up(serving)
 
 
 async def test_a_node_on_probation_takes_all_requests_if_there_is_no_other() -> None:

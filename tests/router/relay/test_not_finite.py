@@ -57,8 +57,12 @@ async def test_what_others_hold_may_be_as_bad_until_they_have_heard_of_it(error:
             admit, again = await nodes.decode.admit(), await soon(nodes.prefills[1].calls)
             for asked in (admit, again.request):
                 assert bool(asked.sources) == (error is not NOT_FINITE)
-            again.finish(token(7, finish=FinishReason.STOP))
-            assert await first == token(7, finish=FinishReason.STOP)
+            again.end(KVRelayError("another loss, which says nothing of the KV"))
+            await nodes.decode.aborted()
+            admit = await nodes.decode.admit()
+            assert admit.local_prefill and bool(admit.sources) == (error is not NOT_FINITE)
+            nodes.decode.tokens(admit.request_id, LAST)
+            assert await first == LAST
 
 
 async def test_so_is_what_came_from_a_refill_and_the_request_goes_on_elsewhere() -> None:
