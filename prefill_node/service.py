@@ -19,6 +19,7 @@ Invariant: a stream that ends before `finished` leaves nothing behind; one that 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -41,6 +42,7 @@ from prefill_node.stall import StallWatch
 
 _logger = logging.getLogger(__name__)
 _MAX_LEASE_SECONDS = 600.0
+_FORGET_SECONDS = 5.0  # that a failure waits at most for the store to be told what to forget
 
 
 @dataclass(slots=True)
@@ -111,7 +113,9 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, NotFiniteError):
-                    await self._node.all_published()  # who computes the prompt now must not find its blocks in a store
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_FORGET_SECONDS):
+                            await self._node.all_published()  # who computes the prompt now finds no block in a store
                 if isinstance(event, KVRelayError):
                     raise event
                 yield event

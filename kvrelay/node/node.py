@@ -167,11 +167,9 @@ class Node:
 
     async def all_published(self) -> None:
         """Returns when the connector was offered everything that the engine has named so far, and told of all that it
-        distrusts."""
-        with suppress(UnavailableError):  # the engine has ended
-            for _ in range(2):  # once the second is answered, the publisher has what messages before the first named
-                await self.engine_thread.call(lambda engine: None)
-        await self._publisher.drain()
+        distrusts, but for what the leases of other requests still pin."""
+        await self._flush()
+        await self._flush()  # distrusted blocks that were being published are reported once they are unpinned
 
     def require_accepting(self) -> None:
         self.require_alive()
@@ -193,6 +191,13 @@ class Node:
     def require_alive(self) -> None:
         if self.crashed.is_set():
             raise UnavailableError(f"{self.identity.node_id} has crashed")
+
+    async def _flush(self) -> None:
+        """Returns when the publisher is done with what the engine has reported so far."""
+        with suppress(UnavailableError):  # the engine has ended
+            for _ in range(2):  # once the second is answered, the publisher has what messages before the first named
+                await self.engine_thread.call(lambda engine: None)
+        await self._publisher.drain()
 
     def _unpin(self, block_ids: Sequence[int]) -> None:
         self.engine_thread.post(lambda engine: engine.unpin(block_ids))

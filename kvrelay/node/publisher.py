@@ -26,8 +26,9 @@ Notify = Callable[[bool], None]
 @dataclass(frozen=True, slots=True)
 class _Batch:
     blocks: tuple[NamedBlock, ...]
-    notify: tuple[Notify, ...]
+    notify: tuple[Notify, ...] = ()
     distrusted: tuple[BlockHash, ...] = ()
+    is_over: asyncio.Event | None = None  # set when all this is done
 
 
 class Publisher:
@@ -55,18 +56,23 @@ class Publisher:
     def discard(self, names: Sequence[BlockHash]) -> None:
         """Has the store forget these blocks, once everything enqueued before is published."""
         if names:
-            self._queue.put_nowait(_Batch((), (), tuple(names)))
+            self._queue.put_nowait(_Batch((), distrusted=tuple(names)))
 
     async def drain(self) -> None:
         """Returns when everything enqueued so far is published and unpinned, its callbacks have run, and the store has
-        been told what it is to forget."""
-        await self._queue.join()
+        been told what it is to forget; not what others enqueue meanwhile."""
+        is_over = asyncio.Event()
+        self._queue.put_nowait(_Batch((), is_over=is_over))
+        await is_over.wait()
 
     async def close(self) -> None:
         """Ends the task and unpins the blocks in the queue without publishing them."""
         await end_tasks(self._task)
         while not self._queue.empty():
-            self._unpin([block.block_id for block in self._queue.get_nowait().blocks])
+            batch = self._queue.get_nowait()
+            self._unpin([block.block_id for block in batch.blocks])
+            if batch.is_over is not None:
+                batch.is_over.set()
 
     async def _run(self) -> None:
         while True:
@@ -83,8 +89,9 @@ class Publisher:
                 if distrusted := [name for batch in batches for name in batch.distrusted]:
                     await self._connector.discard(distrusted)
             finally:
-                for _ in batches:
-                    self._queue.task_done()
+                for batch in batches:
+                    if batch.is_over is not None:
+                        batch.is_over.set()
 
     async def _publish(self, blocks: Sequence[NamedBlock]) -> bool:
         """Offers blocks to the connector; tells whether it has taken any."""

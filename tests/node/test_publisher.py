@@ -52,6 +52,22 @@ async def test_a_connector_that_fails_delays_no_callback_and_no_unpin() -> None:
     await publisher.close()
 
 
+async def test_draining_does_not_wait_for_what_is_enqueued_meanwhile() -> None:
+    """Under load there is always more, and a failure that waits would be late."""
+
+    class Busy(InProcessConnector):
+        async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+            publisher.enqueue(BLOCKS[1:2])
+            await asyncio.sleep(0)
+
+    publisher = Publisher(Busy(InProcessHub()), lambda block_ids: None, an_outage_log())
+    publisher.start(lambda error: pytest.fail(str(error)))
+    publisher.enqueue(BLOCKS[:1])
+    async with asyncio.timeout(PATIENCE):
+        await publisher.drain()
+    await publisher.close()
+
+
 async def test_a_connector_that_keeps_failing_is_logged_once_and_so_is_its_return(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
