@@ -114,6 +114,10 @@ def token_logprobs(
     the ids of the `num_top` most likely tokens (uint32) and their log-probabilities (float32)."""
 
 def prefer_huge_pages(tensor: Tensor) -> None: ...
+def take_huge_pages(bytes: Tensor) -> None: ...
+def map_file(descriptor: int, offset: int, num_bytes: int, shared: bool) -> Tensor:
+    """Returns `[num_bytes]` uint8, aligned as the offset is to pages of 2 MiB. Raises MemoryError if the system refuses
+    to map so much."""
 def can_copy_rows() -> bool: ...
 def copy_rows(
     target: NDArray[np.uint8],

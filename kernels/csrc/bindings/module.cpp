@@ -176,6 +176,32 @@ void bind_prefer_huge_pages(nb::handle object) {
   prefer_huge_pages(data, bytes);
 }
 
+void bind_take_huge_pages(nb::handle object) {
+  const TensorView bytes(object, "bytes", 1);
+  bytes.require_contiguous_from(0);
+  auto* data = const_cast<std::uint8_t*>(bytes.uint8_data());
+  const auto num_bytes = static_cast<std::size_t>(bytes.shape(0));
+  const nb::gil_scoped_release release;
+  take_huge_pages(data, num_bytes);
+}
+
+nb::object bind_map_file(int descriptor, std::int64_t offset, std::int64_t num_bytes, bool shared) {
+  require(offset >= 0 && offset % 4096 == 0, "offset is none of a page");
+  require(num_bytes > 0 && num_bytes % 4096 == 0, "num_bytes are no whole pages");
+  struct Mapping {
+    void* data;
+    std::size_t num_bytes;
+  };
+  const auto size = static_cast<std::size_t>(num_bytes);
+  auto mapping = std::make_unique<Mapping>(Mapping{map_file(descriptor, offset, size, shared), size});
+  void* data = mapping->data;
+  const nb::capsule owner(mapping.release(), [](void* pointer) noexcept {
+    const std::unique_ptr<Mapping> ended(static_cast<Mapping*>(pointer));
+    unmap_file(ended->data, ended->num_bytes);
+  });
+  return nb::cast(nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>, nb::device::cpu>(data, {size}, owner));
+}
+
 // A word of shared memory that limits the threads of regions between `begin` and `end`. It stays mapped for ever, because helpers may read
 // it at any time.
 class ThreadLimit {
@@ -222,4 +248,6 @@ NB_MODULE(_native, m) {
   paged::define_sampling(m);
   paged::define_copy_digest(m);
   m.def("prefer_huge_pages", &paged::bind_prefer_huge_pages, "tensor"_a);
+  m.def("take_huge_pages", &paged::bind_take_huge_pages, "bytes"_a);
+  m.def("map_file", &paged::bind_map_file, "descriptor"_a, "offset"_a, "num_bytes"_a, "shared"_a);
 }

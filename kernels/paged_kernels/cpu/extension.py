@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         sample_tokens = staticmethod(_native.sample_tokens)
         token_logprobs = staticmethod(_native.token_logprobs)
         prefer_huge_pages = staticmethod(_native.prefer_huge_pages)
+        take_huge_pages = staticmethod(_native.take_huge_pages)
+        map_file = staticmethod(_native.map_file)
         can_copy_rows = staticmethod(_native.can_copy_rows)
         copy_rows = staticmethod(_native.copy_rows)
 

@@ -36,11 +36,20 @@ class SharedWeightMemory(WeightMemory):
         self.is_filled = is_filled
         self._descriptor = store.descriptor
         self._end = store.WEIGHTS_OFFSET
+        self._native = load_extension()
+
+    def take(self, num_bytes: int) -> Tensor:
+        taken = super().take(num_bytes)
+        if self._native is not None and not self.is_filled:
+            self._native.take_huge_pages(taken)  # which others map as they are
+        return taken
 
     def _chunk(self, num_bytes: int) -> Tensor:
         begin, self._end = self._end, self._end + num_bytes
         if not self.is_filled:
             os.ftruncate(self._descriptor, self._end)
+        if self._native is not None:
+            return self._native.map_file(self._descriptor, begin, num_bytes, shared=not self.is_filled)
         flags = mmap.MAP_PRIVATE if self.is_filled else mmap.MAP_SHARED
         return torch.frombuffer(mmap.mmap(self._descriptor, num_bytes, flags, offset=begin), dtype=torch.uint8)
 
