@@ -118,6 +118,7 @@ def take_huge_pages(bytes: Tensor) -> None: ...
 def map_file(descriptor: int, offset: int, num_bytes: int, shared: bool) -> Tensor:
     """Returns `[num_bytes]` uint8, aligned as the offset is to pages of 2 MiB. Raises MemoryError if the system refuses
     to map so much."""
+
 def can_copy_rows() -> bool: ...
 def copy_rows(
     target: NDArray[np.uint8],
