@@ -34,7 +34,7 @@ void take_huge_pages(void* data, std::size_t num_bytes) {
 #if defined(__linux__)
   const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(data) / kHugePage * kHugePage;
   const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(data) + num_bytes + kHugePage - 1) / kHugePage * kHugePage;
-  // One at a time, which takes a quarter of a millisecond: in one call for many, Linux 6.18 takes several milliseconds for each.
+  // One at a time, so that one which the system refuses does not keep it from the others.
   for (std::uintptr_t page = begin; page < end; page += kHugePage) {
     auto* byte = reinterpret_cast<volatile std::uint8_t*>(page);
     *byte = *byte;  // of one that has nothing, the system makes no large page

@@ -15,7 +15,7 @@ void prefer_huge_pages(void* data, std::size_t num_bytes);
 void take_huge_pages(void* data, std::size_t num_bytes);
 
 // Maps `num_bytes` of a file, so that a part which begins with a large page in the file does so in memory. Without `shared`, writes go to a copy.
-// `munmap` ends it. Throws std::bad_alloc if the system refuses.
+// `unmap_file` ends it. Throws std::bad_alloc if the system refuses.
 void* map_file(int descriptor, std::int64_t offset, std::size_t num_bytes, bool shared);
 
 void unmap_file(void* data, std::size_t num_bytes);
