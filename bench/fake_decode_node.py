@@ -52,6 +52,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             yield node_pb2.WatchResponse(epoch=1, load=load)
 
+    async def Distrust(self, request: node_pb2.DistrustRequest, context: Any) -> node_pb2.DistrustResponse:
+        return node_pb2.DistrustResponse()  # it has no blocks
+
 
 class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
     """A decode service that makes one token of every running request every `step` seconds."""

@@ -96,7 +96,7 @@ def open_segment(
         return FetchOutcome.FAILED
     except (OSError, KVError) as error:
         outages.failed(name, "cannot use the segment of node %s: %s", source.node_id, error)
-        return Mismatch.VERSION if isinstance(error, KVError) else FetchOutcome.FAILED
+        return FetchOutcome.FAILED
     if segment.owner_is_alive():
         outages.succeeded(name)
         return segment

@@ -1,4 +1,5 @@
-"""What a node reports to routers: who it is, how busy it is, what its leases and connectors did, and what it fetched.
+"""What a node reports to routers: who it is, how busy it is, what its leases and connectors did, what it fetched and
+what it refused.
 
 Values only; `kvrelay.core.rpc.wire` turns them into messages and back.
 """
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.core.kv.source import KVSource
 
 # Raised by every change after which a router and a node of before and after it would misunderstand each other. It is 0
@@ -84,6 +85,15 @@ class NodeStats:
     num_leases_expired: int = 0
     num_leases_ended_early: int = 0  # while other requests waited for their blocks
     connectors: tuple[ConnectorCounters, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedBlocks:
+    """Blocks of one prompt that a node fetched from `holder`: the first one did not pass verification, and those behind
+    it may have been computed from it."""
+
+    holder: KVSource
+    names: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)

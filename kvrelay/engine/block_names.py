@@ -1,7 +1,7 @@
 """Names for computed blocks. Named blocks are offered to the node, which publishes them.
 
 Invariant: a block is named once its tokens are known and the step that filled it has been collected or reports that its
-KV is written.
+KV is written, unless its sequence holds a tainted block.
 """
 
 from kvrelay.core.kv.block_hash import BlockHash
@@ -63,8 +63,10 @@ class BlockNames:
 
     def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
         """Names a computed block. If another block has the name already, the sequence takes that one and releases its
-        own, unless that one is distrusted.
+        own, unless that one is distrusted. What comes of a tainted block gets no name.
         """
+        if self._pool.has_tainted(sequence.block_table):
+            return
         block_id = sequence.block_table[index]
         named_block_id = self._pool.find(block_hash)
         if named_block_id is None:

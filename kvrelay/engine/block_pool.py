@@ -2,16 +2,19 @@
 
 Invariant: every block is in exactly one of three states. *In use*: a request or a transfer holds it. *Evictable*:
 nobody holds it, it has a name, and a later request may find it. *Free*: nobody holds it and its content means nothing.
-A block leaves "in use" only when its request references and its pins are both zero, so a transfer never reads or writes
-memory that belongs to someone else. A block whose content is *distrusted* is not found by name any more, and loses its
-name as soon as no transfer holds it.
+A block leaves "in use" only when its request references and its pins are both zero, so a transfer of this node never
+reads or writes memory that belongs to someone else. (Other nodes read without a pin, and notice by header and digest.)
+
+A block whose content is *distrusted* is not found by name any more, and loses its name as soon as no transfer holds it.
+If it may be wrong without anybody noticing, it is *tainted* for as long as anybody holds it: what is computed behind it
+must not be named.
 
 Sharing blocks by reference counts follows PagedAttention (Kwon et al., 2023), section 4.4. Evicting the least recently
 used block, tails before heads, follows RadixAttention (Zheng et al., 2024), section 3.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvrelay.core.kv.block_hash import BlockHash
 
@@ -41,6 +44,7 @@ class BlockPool:
         self._removed: dict[BlockHash, None] = {}
         self._distrusted: set[int] = set()  # that have a name, because a transfer holds them
         self._lost_names: list[BlockHash] = []
+        self._tainted: set[int] = set()  # all of them held
 
     @property
     def num_free(self) -> int:
@@ -114,9 +118,10 @@ class BlockPool:
         return block_id in self._distrusted
 
     def register(self, block_id: int, block_hash: BlockHash) -> None:
-        """Names a block that is in use and whose content is complete. Neither has it a name, nor has another block this
-        one."""
+        """Names a block that is in use, not tainted, and whose content is complete. Neither has it a name, nor has
+        another block this one."""
         assert self._is_held(block_id), f"block {block_id} is to be named, but nobody holds it"
+        assert block_id not in self._tainted, f"block {block_id} is to be named, but is tainted"
         assert self._block_hashes[block_id] is None, f"block {block_id} is to be named, but has a name"
         assert block_hash not in self._index, f"block {block_id} is to get the name of block {self._index[block_hash]}"
         self._block_hashes[block_id] = block_hash
@@ -132,6 +137,15 @@ class BlockPool:
         if pinned:
             self._on_evict(pinned)  # what is being published comes back, until it loses its name with the last pin
         self._forget_distrusted()
+
+    def taint(self, block_ids: Collection[int]) -> None:
+        """Distrusts these blocks, because others have found their content damaged."""
+        self.distrust(block_ids)
+        self._tainted.update(filter(self._is_held, block_ids))
+
+    def has_tainted(self, block_ids: Sequence[int]) -> bool:
+        """Tells whether any of these blocks is tainted."""
+        return bool(self._tainted) and not self._tainted.isdisjoint(block_ids)
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         return self._block_hashes[block_id]
@@ -174,6 +188,7 @@ class BlockPool:
         _check(num_in_use + self.num_free == self.num_blocks, "in use, free and evictable do not add up")
         _check(not self._stored.keys() & self._removed.keys(), "a name is both stored and removed")
         _check(all(self._pins[block_id] for block_id in self._distrusted), "a distrusted block has kept its name")
+        _check(all(map(self._is_held, self._tainted)), "a block that nobody holds has stayed tainted")
 
     def check_idle(self) -> None:
         """Raises AssertionError for a broken invariant (`check_integrity`), or if anybody holds a block."""
@@ -199,6 +214,7 @@ class BlockPool:
                 continue
             if self._block_hashes[block_id] is None:
                 self._free.append(block_id)
+                self._tainted.discard(block_id)
             else:
                 self._evictable[block_id] = None
                 self._num_cached += 1
@@ -216,6 +232,7 @@ class BlockPool:
             if block_id in self._evictable:
                 del self._evictable[block_id]
                 self._free.append(block_id)
+                self._tainted.discard(block_id)
 
     def _forget(self, block_ids: Sequence[int]) -> None:
         """Removes the names of these blocks, after telling `on_evict`."""

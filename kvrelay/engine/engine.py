@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, NotFiniteError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.changes import Changes
@@ -72,15 +72,10 @@ class Engine:
         self._run_ahead = run_ahead
         self.threads = threads or StepThreads()
         self._clock: Clock = clock or MonotonicClock()
-        self._changes = Changes()
+        changes = self._changes = Changes()
         self._in_flight = StepsInFlight(pool)
         self._names = BlockNames(
-            pool,
-            self._in_flight,
-            self._changes,
-            block_size=config.block_size,
-            publish=publish,
-            publish_hits=publish_hits,
+            pool, self._in_flight, changes, block_size=config.block_size, publish=publish, publish_hits=publish_hits
         )
         self._leases = Leases(pool, self._names, self._changes)
         self.costs = StepCosts()
@@ -146,6 +141,10 @@ class Engine:
             self._scheduler.remove(sequence)
             self._changes.load_changed = True
         self.release_lease(request_id)
+
+    def distrust(self, names: SequenceOf[BlockHash]) -> None:
+        """Has nobody find these blocks any more, nor what the requests that hold them go on to compute."""
+        self.pool.taint([block_id for name in names if (block_id := self.pool.find(name)) is not None])
 
     def finish(self, request_id: str, index: int) -> None:
         """Ends one output, of which a token was sampled here, with the reason ABORT. The request's other outputs go on.

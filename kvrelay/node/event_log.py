@@ -1,4 +1,4 @@
-"""The log of the blocks that this node has gained and lost, by sequence number, which watchers can replay.
+"""The log of the blocks that this node has gained, lost and refused, by sequence number, which watchers can replay.
 
 Invariant: a watcher that applies the log to the blocks it knew at any sequence number gets the blocks that the node
 holds now.
@@ -10,18 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.node_report import RefusedBlocks
 from kvrelay.engine.request import EngineLoad
+
+_MOST_REFUSED = 64  # that are replayed: each may have the names of a whole prompt
 
 
 @dataclass(frozen=True, slots=True)
 class LogUpdate:
     """The changes since an earlier sequence number, up to `sequence`. `reset`: the watcher first has to forget what it
-    knew."""
+    knew, and is not told what was refused before. `refused`: the newest ones."""
 
     sequence: int
     reset: bool
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
+    refused: tuple[RefusedBlocks, ...]
     load: EngineLoad
 
 
@@ -30,6 +34,7 @@ class EventLog:
 
     def __init__(self, load: EngineLoad, *, capacity: int = 1024) -> None:
         self._entries: deque[tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]] = deque(maxlen=capacity)
+        self._refused: deque[tuple[int, RefusedBlocks]] = deque(maxlen=_MOST_REFUSED)  # each with its sequence number
         self._held: set[BlockHash] = set()
         self._sequence = 0
         self._load = load
@@ -44,12 +49,17 @@ class EventLog:
 
     def append(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], load: EngineLoad) -> None:
         self._load = load
-        self._version += 1
         if stored or removed:
             self._held.difference_update(removed)
             self._held.update(stored)
-            self._entries.append((tuple(stored), tuple(removed)))
-            self._sequence += 1
+            self._add(tuple(stored), tuple(removed))
+        self._version += 1
+        self._wake_watchers()
+
+    def append_refused(self, refused: RefusedBlocks) -> None:
+        self._add((), ())
+        self._refused.append((self._sequence, refused))
+        self._version += 1
         self._wake_watchers()
 
     def touch(self) -> None:
@@ -63,6 +73,10 @@ class EventLog:
         self.closed = True
         self._wake_watchers()
 
+    def _add(self, stored: tuple[BlockHash, ...], removed: tuple[BlockHash, ...]) -> None:
+        self._entries.append((stored, removed))
+        self._sequence += 1
+
     def _wake_watchers(self) -> None:
         self._news.set()
         self._news.clear()
@@ -71,7 +85,7 @@ class EventLog:
         """Returns the changes after `sequence`, or every block held if that is None or not in the log any more."""
         behind = None if sequence is None else self._sequence - sequence
         if behind is None or not 0 <= behind <= len(self._entries):
-            return LogUpdate(self._sequence, True, tuple(self._held), (), self._load)
+            return LogUpdate(self._sequence, True, tuple(self._held), (), (), self._load)
         entries = list(self._entries)[len(self._entries) - behind :]
         stored: dict[BlockHash, None] = {}
         removed: dict[BlockHash, None] = {}
@@ -82,7 +96,8 @@ class EventLog:
             for name in gained:
                 removed.pop(name, None)
                 stored[name] = None
-        return LogUpdate(self._sequence, False, tuple(stored), tuple(removed), self._load)
+        refused = tuple(refused for number, refused in self._refused if number > self._sequence - behind)
+        return LogUpdate(self._sequence, False, tuple(stored), tuple(removed), refused, self._load)
 
     async def changed(self, version: int) -> int:
         """Waits until anything, the load included, is newer than `version`, or the log is closed; returns the present

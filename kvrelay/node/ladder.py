@@ -17,7 +17,7 @@ from kvrelay.core.node_report import STORE, FetchReport
 
 _BLOCKS_PER_ASK = 64  # the first blocks of a long prefix are delivered while the last ones are still fetched
 _SLOW_PART = 4  # a fetch that failed, but brought one block in so many, may be that of a link that works and is slow
-_MOST_REFUSED = 3  # blocks that failed verification, after which a source is not trusted any more
+_MOST_REFUSED = 3  # blocks that failed verification, after which a store is not trusted any more
 
 
 @dataclass(slots=True)
@@ -29,8 +29,13 @@ class _Offer:
     available: int = 0
     failures: dict[int, FetchOutcome] = field(default_factory=dict)
     is_slow: bool = False  # its last fetch failed, but brought so much that it is asked once more
-    given_up: bool = False  # a fetch failed, or it has sent too many bad blocks
+    given_up: bool = False  # a fetch failed, it is doubtful, or the store has sent too many bad blocks
     num_refused: int = 0
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Tells whether this is a node that has sent a bad block, from which it may have computed those behind it."""
+        return self.source is not None and self.num_refused > 0
 
     def raise_to(self, num_blocks: int) -> None:
         self.available = max(self.available, num_blocks)
@@ -46,7 +51,7 @@ class _Offer:
         """Notes that a block did not arrive from this source."""
         self.failures[index] = outcome
         self.num_refused += outcome is FetchOutcome.REFUSED
-        self.given_up |= outcome is FetchOutcome.FAILED or self.num_refused >= _MOST_REFUSED
+        self.given_up |= outcome is FetchOutcome.FAILED or self.is_doubtful or self.num_refused >= _MOST_REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +110,14 @@ class Ladder:
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
         """Takes one outcome per block of `ask`; returns how many more leading blocks are here. Blocks that arrived
-        behind a gap are kept: only the gap is requested from the next source. What FAILED at a slow one counts as not
-        requested."""
+        behind a gap are kept: only the gap is requested from the next source; but not what a node has sent behind a bad
+        block. What FAILED at a slow source counts as not requested."""
         offer = next(offer for offer in self._offers() if offer.source == ask.source)
         offer.is_slow = not (offer.is_slow or ask.is_guess) and _are_those_of_a_slow_link(outcomes)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
             if outcome is FetchOutcome.FETCHED:
-                self._origins[index] = STORE if ask.source is None else ask.source.node_id
+                if not offer.is_doubtful:
+                    self._origins[index] = STORE if ask.source is None else ask.source.node_id
                 continue
             if offer.is_slow and outcome is FetchOutcome.FAILED:
                 continue

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from kv_connector.base import KVConnector
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
@@ -92,18 +92,19 @@ class Node:
         self.lease_counts = LeaseCounts()
         self.draining = False
         self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
-        outages = Outages(loop.time)
-        self._publisher = Publisher(connector, self._unpin, outages)
+        self._outages = Outages(loop.time)
+        self._publisher = Publisher(connector, self._unpin, self._outages)
         self._fetches = FetchesUnderWay(loop.time)
         self._reception = ReceptionContext(
             connector,
             self.engine_thread,
             self._fetches,
             Absences(loop.time),
-            outages,
+            self._outages,
             block_size=engine.config.block_size,
             fetch_timeout=fetch_timeout,
             patience=2 * fetch_timeout,
+            on_refused=self.event_log.append_refused,
         )
         self._watchdogs: list[Watchdog] = []
         self._hangs = False
@@ -170,6 +171,12 @@ class Node:
         distrusts, but for what the leases of other requests still pin."""
         await self._flush()
         await self._flush()  # distrusted blocks that were being published are reported once they are unpinned
+
+    def distrust(self, names: Sequence[BlockHash]) -> None:
+        """Has nobody find these blocks any more, here or in the store that nodes share, as far as this node has
+        them."""
+        self._outages.failed("sending KV", "others have refused a block of this node, which forgets it")
+        self.engine_thread.post(lambda engine: engine.distrust(names))
 
     def require_accepting(self) -> None:
         self.require_alive()

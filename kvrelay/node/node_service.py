@@ -1,4 +1,5 @@
-"""The gRPC service `Node`: it tells routers who this node is, what it holds, and how busy it is."""
+"""The gRPC service `Node`: it tells routers who this node is, what it holds, and how busy it is, and hears from them
+which of its blocks may be damaged."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,10 +9,11 @@ from itertools import starmap
 
 from kv_connector.stats import ConnectorStats
 from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import ConnectorCounters, NodeDescription, NodeRole, NodeStats
 from kvrelay.core.rpc.calls import Context
-from kvrelay.core.rpc.wire import description_to_wire, load_to_wire, stats_to_wire
+from kvrelay.core.rpc.wire import description_to_wire, load_to_wire, refused_to_wire, stats_to_wire
 from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -22,8 +24,7 @@ _NAMES_PER_MESSAGE = 16384  # gained, and as many lost: a router handles each me
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """The service of one node; it changes nothing in it. `heartbeat`: most seconds between two messages to a
-    watcher."""
+    """The service of one node. `heartbeat`: most seconds between two messages to a watcher."""
 
     def __init__(
         self,
@@ -76,6 +77,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
                 async with asyncio.timeout(_WATCH_INTERVAL_SECONDS):
                     await log.touched(version)
 
+    async def Distrust(self, request: node_pb2.DistrustRequest, context: Context) -> node_pb2.DistrustResponse:
+        if request.epoch == self._node.identity.epoch:
+            self._node.distrust([BlockHash(name) for name in request.names])
+        return node_pb2.DistrustResponse()
+
     async def _changed_or_due(self, log: EventLog, version: int) -> int:
         """Waits as `EventLog.changed` does, but at most for a heartbeat. Returns the version now."""
         try:
@@ -95,8 +101,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
 
 def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2.WatchResponse]:
-    """Splits an update into messages of bounded size. Only the last one has the sequence number: if the stream breaks
-    before it, the whole update is sent again.
+    """Splits an update into messages of bounded size; blocks that were refused together are no more than a prompt's.
+    Only the last one has the sequence number: if the stream breaks before it, the whole update is sent again.
     """
     num_names = max(len(update.stored), len(update.removed))
     messages = [
@@ -108,6 +114,7 @@ def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2
         )
         for begin in range(0, max(1, num_names), _NAMES_PER_MESSAGE)
     ]
+    messages[:0] = [node_pb2.WatchResponse(epoch=epoch, refused=[refused_to_wire(each)]) for each in update.refused]
     last = messages[-1]
     last.sequence, last.draining = update.sequence, draining
     last.load.CopyFrom(load_to_wire(update.load))

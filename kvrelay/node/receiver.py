@@ -14,7 +14,7 @@ from functools import partial
 from kv_connector.base import FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError, KVRelayError
 from kvrelay.core.kv.source import KVSource
-from kvrelay.core.node_report import FetchReport
+from kvrelay.core.node_report import FetchReport, RefusedBlocks
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Reservation
@@ -30,7 +30,8 @@ _GUESS_SHARE = 0.2  # of the fetch timeout, for a holder that has not announced 
 @dataclass(frozen=True, slots=True)
 class ReceptionContext:
     """What all receptions of a node have in common. `fetch_timeout`: seconds that one fetch may take. `patience`:
-    seconds that a reception waits for another source after it has reported missing blocks."""
+    seconds that a reception waits for another source after it has reported missing blocks. `on_refused` is told of
+    blocks that did not pass verification."""
 
     connector: KVConnector
     engine_thread: EngineThread
@@ -40,6 +41,7 @@ class ReceptionContext:
     block_size: int
     fetch_timeout: float
     patience: float
+    on_refused: Callable[[RefusedBlocks], None]
 
 
 class Receiver:
@@ -63,6 +65,7 @@ class Receiver:
         self._first = reservation.num_cached_tokens // context.block_size  # blocks of the prompt that were here already
         self._missing = reservation.missing
         self._ladder = Ladder(len(self._missing))
+        self._refused: set[int] = set()  # blocks of which a copy was reported
         self._ends_at = ends_at
         self._on_missing = on_missing
         self._quiet = False  # the announcing source has ended, and `on_missing` was not called since
@@ -146,11 +149,23 @@ class Receiver:
 
     async def _fetch(self, ask: Ask) -> None:
         outcomes = await self._outcomes(ask)
+        self._report_refused(ask, outcomes)
         num_fetched = self._ladder.settle(ask, outcomes)
         if num_fetched:
             request_id = self._request_id
             self._context.engine_thread.post(lambda engine: engine.deliver(request_id, num_fetched))
         _logger.debug("request %s: %d more leading blocks from %s", self._request_id, num_fetched, _origin(ask))
+
+    def _report_refused(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> None:
+        """Reports the first block that its holder, a node, has sent damaged, and the prompt's blocks behind it. If
+        another holder's was refused before, it is rather our own memory that is damaged."""
+        if ask.source is None or FetchOutcome.REFUSED not in outcomes:
+            return
+        first = ask.indices[outcomes.index(FetchOutcome.REFUSED)]
+        if first not in self._refused:
+            self._refused.add(first)
+            names = tuple(block.block_hash for block in self._missing[first:])
+            self._context.on_refused(RefusedBlocks(ask.source, names))
 
     async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
         """Fetches and returns one outcome per block of `ask`. Blocks that a holder was recently found not to have are

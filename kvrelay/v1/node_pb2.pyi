@@ -289,6 +289,7 @@ class WatchResponse(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     sequence: builtins.int
     """of the last change included"""
@@ -308,6 +309,8 @@ class WatchResponse(google.protobuf.message.Message):
     def stats(self) -> global___NodeStats:
         """with the first message, then about once a second"""
 
+    @property
+    def refused(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RefusedBlocks]: ...
     def __init__(
         self,
         *,
@@ -319,8 +322,65 @@ class WatchResponse(google.protobuf.message.Message):
         load: global___NodeLoad | None = ...,
         draining: builtins.bool = ...,
         stats: global___NodeStats | None = ...,
+        refused: collections.abc.Iterable[global___RefusedBlocks] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "epoch", b"epoch", "load", b"load", "removed", b"removed", "reset", b"reset", "sequence", b"sequence", "stats", b"stats", "stored", b"stored"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "epoch", b"epoch", "load", b"load", "refused", b"refused", "removed", b"removed", "reset", b"reset", "sequence", b"sequence", "stats", b"stats", "stored", b"stored"]) -> None: ...
 
 global___WatchResponse = WatchResponse
+
+@typing.final
+class RefusedBlocks(google.protobuf.message.Message):
+    """Blocks of one prompt that this node fetched from `holder`: the first one did not pass verification, and what the holder has of those
+    behind it may have been computed from it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    @property
+    def holder(self) -> kvrelay.v1.common_pb2.KVSource: ...
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        holder: kvrelay.v1.common_pb2.KVSource | None = ...,
+        names: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["holder", b"holder"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "names", b"names"]) -> None: ...
+
+global___RefusedBlocks = RefusedBlocks
+
+@typing.final
+class DistrustRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """32-byte block hashes"""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        names: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "names", b"names"]) -> None: ...
+
+global___DistrustRequest = DistrustRequest
+
+@typing.final
+class DistrustResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DistrustResponse = DistrustResponse

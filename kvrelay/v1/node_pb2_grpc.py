@@ -44,6 +44,11 @@ class NodeStub(object):
                 request_serializer=kvrelay_dot_v1_dot_node__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_node__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.Distrust = channel.unary_unary(
+                '/kvrelay.v1.Node/Distrust',
+                request_serializer=kvrelay_dot_v1_dot_node__pb2.DistrustRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_node__pb2.DistrustResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServicer(object):
@@ -63,6 +68,14 @@ class NodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Distrust(self, request, context):
+        """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
+        content may be damaged. Ignored by a process of another epoch. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +88,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvrelay_dot_v1_dot_node__pb2.WatchRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_node__pb2.WatchResponse.SerializeToString,
+            ),
+            'Distrust': grpc.unary_unary_rpc_method_handler(
+                    servicer.Distrust,
+                    request_deserializer=kvrelay_dot_v1_dot_node__pb2.DistrustRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_node__pb2.DistrustResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +149,33 @@ class Node(object):
             '/kvrelay.v1.Node/Watch',
             kvrelay_dot_v1_dot_node__pb2.WatchRequest.SerializeToString,
             kvrelay_dot_v1_dot_node__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Distrust(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Node/Distrust',
+            kvrelay_dot_v1_dot_node__pb2.DistrustRequest.SerializeToString,
+            kvrelay_dot_v1_dot_node__pb2.DistrustResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,14 @@ class NodeStub:
     `after_sequence` if that is still in the log of the same epoch; otherwise it starts with `reset` and everything the node holds.
     """
 
+    Distrust: grpc.UnaryUnaryMultiCallable[
+        kvrelay.v1.node_pb2.DistrustRequest,
+        kvrelay.v1.node_pb2.DistrustResponse,
+    ]
+    """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
+    content may be damaged. Ignored by a process of another epoch. Idempotent.
+    """
+
 class NodeAsyncStub:
     Describe: grpc.aio.UnaryUnaryMultiCallable[
         kvrelay.v1.node_pb2.DescribeRequest,
@@ -44,6 +52,14 @@ class NodeAsyncStub:
     ]
     """Reports the blocks this node gains and loses, and its load, when they change, and at least once a second. Replays from
     `after_sequence` if that is still in the log of the same epoch; otherwise it starts with `reset` and everything the node holds.
+    """
+
+    Distrust: grpc.aio.UnaryUnaryMultiCallable[
+        kvrelay.v1.node_pb2.DistrustRequest,
+        kvrelay.v1.node_pb2.DistrustResponse,
+    ]
+    """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
+    content may be damaged. Ignored by a process of another epoch. Idempotent.
     """
 
 class NodeServicer(metaclass=abc.ABCMeta):
@@ -62,6 +78,16 @@ class NodeServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.node_pb2.WatchResponse], collections.abc.AsyncIterator[kvrelay.v1.node_pb2.WatchResponse]]:
         """Reports the blocks this node gains and loses, and its load, when they change, and at least once a second. Replays from
         `after_sequence` if that is still in the log of the same epoch; otherwise it starts with `reset` and everything the node holds.
+        """
+
+    @abc.abstractmethod
+    def Distrust(
+        self,
+        request: kvrelay.v1.node_pb2.DistrustRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvrelay.v1.node_pb2.DistrustResponse, collections.abc.Awaitable[kvrelay.v1.node_pb2.DistrustResponse]]:
+        """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
+        content may be damaged. Ignored by a process of another epoch. Idempotent.
         """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

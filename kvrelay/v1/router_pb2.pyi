@@ -220,12 +220,15 @@ class OutputChunk(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     STOP_REASON_FIELD_NUMBER: builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     index: builtins.int
     text: builtins.str
     """what these tokens added; later than they while a character or a possible stop string is incomplete"""
     finish_reason: kvrelay.v1.common_pb2.FinishReason.ValueType
     stop_reason: builtins.str
-    """what ended it: a stop string, or a token's id in decimal, also of the model's own end tokens"""
+    """what ended it: a stop string, or the id of the token below in decimal"""
+    stop_token_id: builtins.int
+    """what ended it, if that is a token, one of the request's or of the model's own"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -239,8 +242,11 @@ class OutputChunk(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[kvrelay.v1.common_pb2.TokenLogprobs] | None = ...,
         finish_reason: kvrelay.v1.common_pb2.FinishReason.ValueType = ...,
         stop_reason: builtins.str = ...,
+        stop_token_id: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_stop_token_id", b"_stop_token_id"]) -> typing.Literal["stop_token_id"] | None: ...
 
 global___OutputChunk = OutputChunk
 

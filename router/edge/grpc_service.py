@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
@@ -17,19 +17,12 @@ from kvrelay.core.rpc.calls import Context
 from kvrelay.core.rpc.connections import MAX_MESSAGE_BYTES
 from kvrelay.core.rpc.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.core.turns import in_turns
+from kvrelay.text.chat_message import check_role
 from kvrelay.text.choice import TextChunk
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.edge.edge import Edge
 from router.edge.prompt_logprobs import check_prompt_logprobs
-from router.edge.validation import (
-    MAX_MESSAGES,
-    ChatPrompt,
-    ClientRequest,
-    Prompt,
-    Role,
-    TextPrompt,
-    TokenPrompt,
-)
+from router.edge.validation import MAX_MESSAGES, ChatPrompt, ClientRequest, Prompt, TextPrompt, TokenPrompt
 from router.request import KVOrigins, RequestTrace, RoutedRequest
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -220,11 +213,7 @@ def _chat_prompt(chat: router_pb2.ChatMessages) -> ChatPrompt:
             f"messages has {len(chat.messages)} entries, at most {MAX_MESSAGES} are allowed", field="messages"
         )
     for number, message in enumerate(chat.messages):
-        if message.role not in get_args(Role):
-            raise InvalidRequestError(
-                f"messages[{number}].role must be one of {', '.join(get_args(Role))}, got {message.role[:100]!r}",
-                field="messages",
-            )
+        check_role(message.role, number)
     return ChatPrompt([{"role": message.role, "content": message.content} for message in chat.messages])
 
 
@@ -244,7 +233,10 @@ def _add_tokens(output: router_pb2.OutputChunk, chunk: TextChunk) -> int:
     output.token_ids.extend(chunk.token_ids)
     output.logprobs.extend(entries)
     output.finish_reason = finish_reason_to_wire(chunk.finish_reason)
-    output.stop_reason = "" if chunk.stop_reason is None else str(chunk.stop_reason)
+    if chunk.stop_reason is not None:
+        output.stop_reason = str(chunk.stop_reason)
+    if isinstance(chunk.stop_reason, int):
+        output.stop_token_id = chunk.stop_reason
     return sum(entry.ByteSize() for entry in entries)
 
 

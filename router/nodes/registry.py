@@ -30,10 +30,11 @@ from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeSt
 from kvrelay.core.outages import Outages
 from kvrelay.core.rpc.connections import RECONNECT_SECONDS, channel_options, understood
 from kvrelay.core.rpc.errors import error_from_rpc
-from kvrelay.core.rpc.wire import description_from_wire, load_from_wire, stats_from_wire
+from kvrelay.core.rpc.wire import description_from_wire, load_from_wire, refused_from_wire, stats_from_wire
 from kvrelay.core.tasks import end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.nodes.agreement import misfit
+from router.nodes.doubts import Doubts
 from router.nodes.fit import NodeRefusedError, check_fit
 from router.nodes.kv_index import KVIndex
 from router.nodes.links import Links
@@ -79,6 +80,7 @@ class Registry:
         self._timeout = timeout
         self._silence = silence
         self._tasks: list[asyncio.Task[None]] = []
+        self._doubts = Doubts(timeout=timeout)
         self._settled: set[str] = set()  # addresses of nodes that were live, draining or refused
         self._has_settled = asyncio.Event()
         self._tried = {address: asyncio.Event() for address in addresses}
@@ -103,6 +105,7 @@ class Registry:
 
     async def close(self) -> None:
         await end_tasks(*self._tasks)
+        await self._doubts.close()
         for node in self.nodes:
             await node.channel.close()
 
@@ -235,6 +238,8 @@ class Registry:
             self._forget_blocks(source.node_id)  # if the stream breaks within the snapshot, it is asked for again
         self.index.removed(source.node_id, [BlockHash(name) for name in message.removed])
         self.index.stored(source.node_id, [BlockHash(name) for name in message.stored])
+        for refused in message.refused:
+            self._doubts.tell(refused_from_wire(refused), self.nodes)
         if message.HasField("load"):  # the last message of an update
             node.watched = (message.epoch, message.sequence)
             node.load = load_from_wire(message.load)

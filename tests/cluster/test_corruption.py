@@ -1,6 +1,7 @@
 """A byte of a published block is flipped before the decode node fetches it: the block is refused and counted, the
-missing KV is computed again, and the client's tokens are right. In Redis the value is changed, in shared memory the
-holder's file, over UCX the memory from which it answers."""
+missing KV is computed again, and the client's tokens are right. Its holder, told of it, has it no more for prompts of
+its own, nor what may have come of it. In Redis the value is changed, in shared memory the holder's file, over UCX the
+memory from which it answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,8 +30,9 @@ BLOCK_SIZE = 16
 Damage = Callable[[Node, BlockHash], None]
 
 
-async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:
-    """Serves a request whose blocks are damaged between publication and fetch, while its decode node is held up."""
+async def serve_with(damage: Damage, model: Path, *, in_pool: bool = True, **settings: Any) -> None:
+    """Serves a request whose blocks are damaged between publication and fetch, while its decode node is held up. What
+    is damaged is the pool of the prefill node, unless `in_pool` is False."""
     async with cluster(model, **settings) as running:
         prefill, decode = running.node("prefill-0"), running.node("decode-0")
         names = list(block_hashes(prefill.identity.kv_namespace.root(), PROMPT, BLOCK_SIZE, include_partial=True))
@@ -47,6 +49,14 @@ async def serve_with(damage: Damage, model: Path, **settings: Any) -> None:
         assert sum(sum(counts.values()) for counts in refused) == sum(counts[Mismatch.DIGEST] for counts in refused) > 0
         assert DAMAGED <= served.how.num_transferred_blocks < NUM_BLOCKS
         assert running.metric("recomputed_tokens_total", cause="transfer") >= BLOCK_SIZE
+        if not in_pool:
+            return
+        async with asyncio.timeout(10):
+            while not set(names[DAMAGED:]).isdisjoint(prefill.event_log.since(None).stored):
+                await asyncio.sleep(0.002)
+        assert set(names[:DAMAGED]) <= set(prefill.event_log.since(None).stored)
+        longer = (*PROMPT, *prompt_of(40))
+        assert (await running.generate(longer, max_tokens=20)).tokens[0] == Reference(model).generate(longer, 20)
 
 
 async def test_a_byte_flipped_in_redis_changes_no_token(model: Path, redis_server: RedisServer) -> None:
@@ -57,7 +67,7 @@ async def test_a_byte_flipped_in_redis_changes_no_token(model: Path, redis_serve
             assert isinstance(value, bytes)
             store.set(key, _flipped(value), keepttl=True)
 
-    await serve_with(damage, model, connector="redis", redis_url=redis_server.url)
+    await serve_with(damage, model, in_pool=False, connector="redis", redis_url=redis_server.url)
 
 
 async def test_a_byte_flipped_in_the_shared_segment_changes_no_token(model: Path, tmp_path: Path) -> None:

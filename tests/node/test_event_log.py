@@ -5,6 +5,8 @@ import random
 from dataclasses import replace
 
 from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.source import KVSource
+from kvrelay.core.node_report import RefusedBlocks
 from kvrelay.engine.request import EngineLoad
 from kvrelay.node.event_log import EventLog
 
@@ -36,6 +38,19 @@ def test_replay_from_any_sequence_number_gives_the_blocks_held() -> None:
     assert log.since(None).reset
     assert set(log.since(None).stored) == held
     assert log.since(10_000).reset, "a number from another life of the node"
+
+
+async def test_refused_blocks_are_replayed_like_changes_and_not_part_of_a_snapshot() -> None:
+    log = EventLog(LOAD)
+    log.append([name(1)], [], LOAD)
+    version = await log.changed(-1)
+    refused = [RefusedBlocks(KVSource("p", 7, "there"), (name(number),)) for number in (2, 3)]
+    for each in refused:
+        log.append_refused(each)
+    assert await asyncio.wait_for(log.changed(version), 5) > version
+    assert log.since(1).refused == tuple(refused) and not log.since(1).stored
+    assert log.since(2).refused == (refused[1],) and log.since(3).refused == ()
+    assert log.since(None).refused == () and log.since(None).stored == (name(1),)
 
 
 async def test_watchers_wake_for_changes_and_when_the_log_closes() -> None:

@@ -57,14 +57,26 @@ def test_only_fetches_from_holders_that_announced_nothing_are_guesses() -> None:
     assert ask is not None and (ask.source, ask.is_guess) == (None, False)
 
 
-def test_after_one_bad_block_only_that_block_is_requested_from_the_next_source() -> None:
-    ladder = Ladder(4)
-    ladder.offer(H, 4)
+def test_what_a_node_has_sent_behind_a_bad_block_is_requested_from_the_next_source() -> None:
+    """It may have been computed from the bad one. A missing one says nothing of those behind it."""
+    ladder = Ladder(5)
+    ladder.offer(H, 5)
     ladder.announce(P, 4)
+    assert settle(ladder, MISSING, FETCHED, REFUSED, FETCHED) == 0
+    ladder.announce(P, 5)
+    assert next_ask(ladder) == (H, (0, 2, 3, 4))
+    assert settle(ladder, FETCHED, FETCHED, FETCHED, FETCHED) == 5
+    assert ladder.is_complete and set(ladder.report(0).fetched) == {("p", 1), ("h", 4)}
+
+
+def test_after_a_bad_block_from_the_store_only_that_block_is_requested_from_the_next_source() -> None:
+    """Nodes write into it what they have computed themselves."""
+    ladder = Ladder(4)
+    ladder.ask_store()
     assert settle(ladder, FETCHED, REFUSED, FETCHED, FETCHED) == 1
-    assert next_ask(ladder) == (H, (1,))
-    assert settle(ladder, FETCHED) == 3
-    assert ladder.is_complete and ladder.report(0).fetched == (("p", 3), ("h", 1))
+    ladder.announce(P, 4)
+    assert next_ask(ladder) == (P, (1,))
+    assert settle(ladder, FETCHED) == 3 and ladder.is_complete
 
 
 def test_a_source_that_could_not_be_reached_is_not_asked_again() -> None:
@@ -139,31 +151,27 @@ def test_a_holder_that_has_announced_nothing_gets_no_second_chance() -> None:
     assert ladder.next() is None
 
 
-def test_missing_blocks_are_requested_again_after_an_announcement_and_refused_ones_are_not() -> None:
+def test_missing_blocks_are_requested_again_after_an_announcement() -> None:
     ladder = Ladder(2)
     ladder.announce(P, 2)
-    settle(ladder, MISSING, REFUSED)
+    settle(ladder, MISSING, MISSING)
     settle(ladder, MISSING, MISSING)  # the store
     assert ladder.next() is None
     ladder.announce(P, 2)
-    assert next_ask(ladder) == (P, (0,))
+    assert next_ask(ladder) == (P, (0, 1))
 
 
-def test_a_source_that_sends_several_bad_blocks_is_not_asked_again() -> None:
-    ladder = Ladder(7)
-    ladder.announce(P, 6)
-    ladder.offer(H, 6)
-    settle(ladder, REFUSED, REFUSED, FETCHED, FETCHED, FETCHED, MISSING)
-    assert settle(ladder, FETCHED, FETCHED, MISSING) == 5, "two may be an accident"
-    settle(ladder, REFUSED)  # the store, like every other source
-    ladder.announce(P, 6)
-    assert next_ask(ladder) == (P, (5,))
-    settle(ladder, REFUSED)
-    ladder.announce(P, 7)
-    ladder.announce(KVSource("late", 1, "at-late"), 6)
-    assert next_ask(ladder) == (KVSource("late", 1, "at-late"), (5,))
-    settle(ladder, FETCHED)
-    assert next_ask(ladder) == (None, (6,)), "the third one from P was one too many"
+def test_a_store_that_sends_several_bad_blocks_is_not_asked_again() -> None:
+    ladder = Ladder(200)
+    ladder.ask_store()
+    settle(ladder, REFUSED, REFUSED, *[FETCHED] * 62)
+    ladder.announce(P, 2)
+    assert settle(ladder, FETCHED, FETCHED) == 64
+    assert next_ask(ladder) == (None, tuple(range(64, 128))), "two may be an accident"
+    settle(ladder, REFUSED, *[FETCHED] * 63)
+    ladder.offer(H, 65)
+    assert settle(ladder, FETCHED) == 64
+    assert ladder.next() is None, "the third one was one too many"
 
 
 def test_the_store_is_not_asked_for_blocks_that_are_still_being_computed() -> None:

@@ -9,8 +9,12 @@ import pytest
 
 from decode_node.service import DecodeService
 from kv_connector.header import Mismatch
+from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.block_hash import BlockHash
-from kvrelay.core.node_report import NodeRole
+from kvrelay.core.kv.source import KVSource
+from kvrelay.core.node_report import NodeRole, RefusedBlocks
+from kvrelay.core.rpc.wire import refused_to_wire
+from kvrelay.engine.request import EngineRequest
 from kvrelay.node import node_service
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2
@@ -57,6 +61,33 @@ async def test_counts_are_sent_again_with_every_heartbeat_and_told_apart() -> No
                 assert found == (2 * number, 3 * number, 5 * number)
                 assert not (await anext(messages)).HasField("stats"), "its time has not come again"
                 clock.seconds += 0.01
+
+
+async def test_watchers_hear_of_refused_blocks_and_a_distrusted_block_is_held_no_more() -> None:
+    async with serving(DecodeService, node := make_node()):
+        service = NodeService(node, NodeRole.DECODE)
+        watch = cast(AsyncGenerator[node_pb2.WatchResponse, None], service.Watch(node_pb2.WatchRequest(), cast(Any, 0)))
+        async with aclosing(watch) as messages, asyncio.timeout(PATIENCE):
+            await anext(messages)
+            prompt = EngineRequest("r", tuple(range(17)), SamplingParams(max_tokens=1, seed=0))
+            await node.engine_thread.call(lambda engine: engine.add(prompt))
+            names: list[bytes] = []
+            while len(names) < 2:
+                names += (await anext(messages)).stored
+            refused = RefusedBlocks(KVSource("p", 7, "there"), (BlockHash(names[0]),))
+            node.event_log.append_refused(refused)
+            found: list[node_pb2.RefusedBlocks] = []
+            while not found:
+                found += (await anext(messages)).refused
+            assert found == [refused_to_wire(refused)]
+            for epoch, named in ((node.identity.epoch + 1, names[0]), (node.identity.epoch, names[1])):
+                request = node_pb2.DistrustRequest(epoch=epoch, names=[bytes(32), named])
+                await service.Distrust(request, cast(Any, 0))
+            removed: list[bytes] = []
+            while not removed:
+                removed += (await anext(messages)).removed
+            assert removed == [names[1]], "the other name was meant for another process"
+            await node.check_idle()
 
 
 @pytest.mark.parametrize("gathers", [False, True])

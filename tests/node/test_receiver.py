@@ -2,123 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
-from kv_connector.base import FetchOutcome
-from kv_connector.in_process import InProcessHub
-from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.core.node_report import FetchReport
+from kvrelay.core.node_report import FetchReport, RefusedBlocks
 from kvrelay.core.outages import Outages
-from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
 from kvrelay.node.absences import Absences
-from kvrelay.node.fetches_under_way import FetchesUnderWay
-from kvrelay.node.node import Node
-from kvrelay.node.receiver import Receiver, ReceptionContext, deadline_after
+from kvrelay.node.receiver import deadline_after
 from tests.manual_clock import ManualClock
-from tests.node.fake_node import BLOCK_SIZE, LAYOUT, make_node
-from tests.node.holders import Holder, LadderConnector, content
-
-PROMPT = tuple(range(100, 137))  # four full blocks and a partial one
-NUM_BLOCKS = 5
-PATIENCE = 10.0
-
-
-@dataclass(slots=True)
-class Reception:
-    """A request that waits for all its blocks, and two holders, P and H, that have none of them yet."""
-
-    node: Node
-    connector: LadderConnector
-    reservation: Reservation
-    p: Holder
-    h: Holder
-    store: Holder
-    receiver: Receiver
-    missing: list[int] = field(default_factory=list)  # what the router was told
-
-    async def run(self) -> FetchReport:
-        async with asyncio.timeout(PATIENCE):
-            report = await self.receiver.run()
-        computed = await self.num_computed()
-        assert computed == self.reservation.num_cached_tokens + report.num_tokens, "what is reported was delivered"
-        memory = self.connector._require().pool.buffer.memory
-        num_blocks = sum(count for _, count in report.fetched)
-        for index, block in enumerate(self.reservation.missing[:num_blocks]):
-            start = block.block_id * LAYOUT.block_bytes
-            assert bytes(memory[start : start + LAYOUT.block_bytes]) == content(index)
-        return report
-
-    async def num_computed(self) -> int:
-        return await self.node.engine_thread.call(lambda engine: engine._sequences["r"][0].num_computed_tokens)
-
-    async def told(self, *missing: int) -> None:
-        """Returns when the router was told of these numbers of missing tokens."""
-        async with asyncio.timeout(PATIENCE):
-            while self.missing != list(missing):
-                await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def reception(
-    *,
-    patience: float = PATIENCE,
-    fetch_timeout: float = PATIENCE,
-    absences: Absences | None = None,
-    outages: Outages | None = None,
-    time_left: float | None = None,
-    num_here: int = 0,
-) -> AsyncIterator[Reception]:
-    """Makes a reception of the blocks behind the first `num_here`, which the node has computed before."""
-    hub = InProcessHub()
-    connector = LadderConnector(hub)
-    reservations: asyncio.Queue[Reservation] = asyncio.Queue()
-    over = asyncio.Event()  # `before` is
-
-    def on_result(result: StepResult) -> None:
-        if result.outputs:
-            over.set()
-        for reservation in result.reservations:
-            reservations.put_nowait(reservation)
-
-    async with AsyncExitStack() as stack:
-        node = make_node(connector=connector)
-        node.start(on_result)
-        stack.push_async_callback(node.close)
-        p, h, store = (Holder(hub, node_id) for node_id in ("p", "h", "store"))
-        for holder in (p, h, store):
-            stack.push_async_callback(holder.close)
-        before = EngineRequest("before", PROMPT[: num_here * BLOCK_SIZE + 1], SamplingParams(max_tokens=1, seed=0))
-        request = EngineRequest("r", PROMPT, SamplingParams(max_tokens=3, seed=0), role=KVRole.CONSUME, receive=True)
-        if num_here:
-            await node.engine_thread.call(lambda engine: engine.add(before))
-            await over.wait()
-        await node.engine_thread.call(lambda engine: engine.add(request))
-        async with asyncio.timeout(PATIENCE):
-            reservation = await reservations.get()
-        assert len(reservation.missing) == NUM_BLOCKS - num_here
-        missing: list[int] = []
-        receiver = Receiver(
-            ReceptionContext(
-                connector,
-                node.engine_thread,
-                FetchesUnderWay(lambda: 0.0),
-                absences or Absences(lambda: 0.0),
-                outages or Outages(lambda: 0.0),
-                block_size=BLOCK_SIZE,
-                fetch_timeout=fetch_timeout,
-                patience=patience,
-            ),
-            reservation,
-            on_missing=missing.append,
-            ends_at=None if time_left is None else asyncio.get_running_loop().time() + time_left,
-        )
-        yield Reception(node, connector, reservation, p, h, store, receiver, missing)
-        await node.engine_thread.call(lambda engine: engine.abort("r"))
-        await node.check_idle()
+from tests.node.fake_node import BLOCK_SIZE
+from tests.node.reception import reception
 
 
 async def test_every_block_comes_from_the_source_that_announces_it() -> None:
@@ -162,31 +55,43 @@ async def test_holders_are_asked_before_anything_is_announced() -> None:
         assert (await task).fetched == (("h", 3), ("p", 2))
 
 
-Fault = Callable[[Reception], None]
-
-
-def _loses(case: Reception) -> None:
-    case.p.lose(1)
-
-
-def _corrupts(case: Reception) -> None:
-    case.p.corrupt(1)
-
-
-@pytest.mark.parametrize(("fault", "outcome"), [(_loses, FetchOutcome.MISSING), (_corrupts, FetchOutcome.REFUSED)])
-async def test_a_block_that_one_holder_lacks_or_damages_comes_from_the_next(
-    fault: Fault, outcome: FetchOutcome
-) -> None:
+async def test_a_block_that_one_holder_lacks_comes_from_the_next() -> None:
     async with reception() as case:
         await case.p.hold(case.reservation, 5)
         await case.h.hold(case.reservation, 2)
-        fault(case)
+        case.p.lose(1)
         case.receiver.announce(case.p.source, 5)
         case.receiver.offer(case.h.source, 2)
-        report = await case.run()
-        counts = {f"num_{outcome.value}": 1}
-        assert report == FetchReport(37, (("p", 4), ("h", 1)), **counts)
-        assert case.connector.fetches == [("p", 5), ("h", 1)], "the blocks behind the bad one were kept"
+        assert await case.run() == FetchReport(37, (("p", 4), ("h", 1)), num_missing=1)
+        assert case.connector.fetches == [("p", 5), ("h", 1)], "the blocks behind it were kept"
+        assert not case.refused
+
+
+async def test_a_damaged_block_and_those_behind_it_come_from_the_next_holder_and_are_reported() -> None:
+    """Those behind it may have been computed from it."""
+    async with reception() as case:
+        await case.p.hold(case.reservation, 5)
+        await case.h.hold(case.reservation, 5)
+        case.p.corrupt(1)
+        case.receiver.announce(case.p.source, 5)
+        case.receiver.offer(case.h.source, 5)
+        assert await case.run() == FetchReport(37, (("p", 1), ("h", 4)), num_refused=1)
+        assert case.connector.fetches == [("p", 5), ("h", 4)]
+        names = tuple(block.block_hash for block in case.reservation.missing)
+        assert case.refused == [RefusedBlocks(case.p.source, names[1:])]
+
+
+async def test_of_two_holders_that_send_a_block_damaged_only_the_first_is_reported() -> None:
+    """It is rather the reader that damages it."""
+    async with reception() as case:
+        for holder in (case.p, case.h):
+            await holder.hold(case.reservation, 5)
+            holder.corrupt(1)
+        case.receiver.announce(case.p.source, 5, ended=True)
+        case.receiver.offer(case.h.source, 5)
+        case.receiver.end()
+        assert (await case.run()).num_refused == 2
+        assert [refused.holder for refused in case.refused] == [case.p.source]
 
 
 async def test_blocks_a_holder_was_found_to_lack_are_not_requested_from_it_unless_it_announces_them() -> None:

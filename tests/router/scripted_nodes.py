@@ -51,6 +51,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.core_table = ""
         self.updates: asyncio.Queue[node_pb2.WatchResponse | None] = asyncio.Queue()  # None ends the stream
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
+        self.distrust_requests: asyncio.Queue[node_pb2.DistrustRequest] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.port = 0
         self.is_silent = False  # as a stopped process
@@ -119,6 +120,10 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             vocabulary=self.vocabulary,
             core_table=self.core_table,
         )
+
+    async def Distrust(self, request: node_pb2.DistrustRequest, context: object) -> node_pb2.DistrustResponse:
+        self.distrust_requests.put_nowait(request)
+        return node_pb2.DistrustResponse()
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.WatchResponse]:
         self.watch_requests.put_nowait(request)

@@ -4,7 +4,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.core.kv.block_hash import KVNamespace
+from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.core.kv.source import HeldBlocks, KVSource
 from kvrelay.core.node_report import (
     ConnectorCounters,
@@ -13,6 +13,7 @@ from kvrelay.core.node_report import (
     NodeLoad,
     NodeRole,
     NodeStats,
+    RefusedBlocks,
 )
 from kvrelay.v1 import common_pb2, node_pb2
 
@@ -266,6 +267,14 @@ def stats_from_wire(message: node_pb2.NodeStats) -> NodeStats:
             for entry in message.connectors
         ),
     )
+
+
+def refused_to_wire(refused: RefusedBlocks) -> node_pb2.RefusedBlocks:
+    return node_pb2.RefusedBlocks(holder=source_to_wire(refused.holder), names=refused.names)
+
+
+def refused_from_wire(message: node_pb2.RefusedBlocks) -> RefusedBlocks:
+    return RefusedBlocks(source_from_wire(message.holder), tuple(map(BlockHash, message.names)))
 
 
 def fetch_report_to_wire(report: FetchReport) -> common_pb2.FetchReport:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kv_connector.base import FetchOutcome
-from kv_connector.header import Mismatch
 from kv_connector.pool import CopyRows, Rows, copy_rows
 from kv_connector.segments import mapped_peers, shared_memory
 from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers
@@ -322,20 +321,20 @@ async def test_endpoints_that_name_no_segment_fail_or_are_refused(tmp_path: Path
         return (await peer.connector.fetch(KVSource("x", 1, endpoint), blocks(1), timeout=10))[0]
 
     assert await outcome(name) is FetchOutcome.FAILED
-    assert await outcome("../../etc/passwd") is FetchOutcome.REFUSED
+    assert await outcome("../../etc/passwd") is FetchOutcome.FAILED
     (tmp_path / name).write_bytes(b"")
-    assert await outcome(name) is FetchOutcome.REFUSED
+    assert await outcome(name) is FetchOutcome.FAILED
     (tmp_path / name).write_bytes(b"KVRELAY\0" + bytes(8192))
-    assert await outcome(name) is FetchOutcome.REFUSED
+    assert await outcome(name) is FetchOutcome.FAILED
     (tmp_path / name).write_bytes((tmp_path / peer.source.endpoint).read_bytes()[:-1])
-    assert await outcome(name) is FetchOutcome.REFUSED, "it is cut short"
+    assert await outcome(name) is FetchOutcome.FAILED, "it is cut short"
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     assert await outcome(name) is FetchOutcome.FAILED
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to(peer.source.endpoint)
     assert await outcome(name) is FetchOutcome.FAILED
-    assert peer.first_stats.refused[Mismatch.VERSION] == 4
+    assert peer.first_stats.failed == 7
     assert open_files() == before
     await peer.connector.close()
 

@@ -72,7 +72,8 @@ async def test_a_streamed_generation_has_every_chunk_and_ends_with_usage_and_tra
     for index in range(2):
         outputs = [output for message in chunks for output in message.outputs if output.index == index]
         assert "".join(output.text for output in outputs) == REPLY
-        assert [output.finish_reason for output in outputs][-1] == common_pb2.FINISH_REASON_STOP
+        end = outputs[-1]
+        assert (end.finish_reason, end.stop_reason, end.stop_token_id) == (common_pb2.FINISH_REASON_STOP, "1", 1)
         assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
         assert len(outputs[0].logprobs[0].top_token_ids) == len(outputs[0].logprobs[0].top_logprobs) == 2
     assert last.model == MODEL
@@ -89,7 +90,7 @@ async def test_a_streamed_generation_has_every_chunk_and_ends_with_usage_and_tra
 async def test_a_unary_generation_merges_the_chunks_of_each_output(stub: Stub) -> None:
     response = await stub.Generate(prompt(n=2, prompt_logprobs=1, stop=["capital"]))
     assert [output.text for output in response.outputs] == ["Paris is the "] * 2
-    assert [output.stop_reason for output in response.outputs] == ["capital"] * 2
+    assert [(one.stop_reason, one.HasField("stop_token_id")) for one in response.outputs] == [("capital", False)] * 2
     assert len(response.prompt_logprobs) == response.usage.prompt_tokens - 1
     assert response.model == MODEL
     whole = await stub.Generate(prompt(n=2, logprobs=1, stop=["capital"], include_stop_str_in_output=True))
