@@ -85,7 +85,8 @@ class KVConnector(Protocol):
 
     async def discard(self, names: Sequence[BlockHash]) -> None:
         """Deletes blocks from the store that all nodes share, if there is one: their content may be wrong, although it
-        is what was published. One that is being stored meanwhile may stay. Does not raise KVError."""
+        is what was published. What this node is storing meanwhile is deleted as well, unless the store hangs; another
+        node may store it again. Does not raise KVError."""
         ...
 
     async def finish_storing(self) -> None:

@@ -14,7 +14,7 @@
     80      16    XXH3-128 of the whole payload, canonical (big-endian) form
 
 Invariant: a block counts as received only if each field is that of the requested block and the digest of the payload
-that arrived is the header's.
+that arrived is the header's. Only the epoch is not compared where any node may have stored the block (Redis).
 """
 
 import hashlib

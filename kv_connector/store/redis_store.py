@@ -4,9 +4,11 @@ A block is one value, header then payload, under `<prefix>:<block hash in hex>` 
 it: the name determines the content and the digest verifies it. So the epoch in the header is information only, and
 `KVSource` is ignored.
 Invariant: every round trip has a deadline; a server that keeps failing is left alone for a while (`redis_link.py`); a
-value is verified and copied into the pool in one turn of the loop; a block that was retracted meanwhile is not stored.
+value is verified and copied into the pool in one turn of the loop; a block that was retracted meanwhile is not stored;
+what is discarded is deleted after the SETs under way, which could bring it back.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +69,7 @@ class RedisConnector:
         self._outages = Outages(self._clock.now)
         self._link = RedisLink(settings, self._clock)
         self._failure: Exception | None = None  # that ended the last offer, if one did
+        self._writing = asyncio.Lock()  # held while SETs are under way, and while a discarded block is deleted
         self._state: _Open | None = None
 
     def all_stats(self) -> Mapping[str, ConnectorStats]:
@@ -103,8 +106,9 @@ class RedisConnector:
                 state.generations[block_id] += 1
 
     async def discard(self, names: Sequence[BlockHash]) -> None:
-        if self._state is not None:
-            await self._remove(names, None, "that may be wrong")
+        if self._state is not None and names:
+            async with self._writing:  # blocks that wait to be stored are retracted, and never sent
+                await self._remove(names, None, "that may be wrong")
 
     async def finish_storing(self) -> None:
         if self._state is not None and self._state.backlog is not None:
@@ -170,7 +174,6 @@ class RedisConnector:
         try:
             held, absent = await self._renew(claims)
             for part in slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
-                self._require_same(state)
                 permit = self._link.writes.admit()
                 if permit is None:
                     self.stats.skipped += len(claims) - held - lost
@@ -202,15 +205,17 @@ class RedisConnector:
 
     async def _store(self, state: _Open, claims: Sequence[Claim], permit: Permit) -> tuple[int, int]:
         """Sends one round of SETs, if any of the blocks has its content yet, and ends `permit` to write. Returns how
-        many blocks Redis has stored, and how many were retracted before they were sent."""
+        many blocks Redis has stored, and how many were retracted before they were sent. Raises KVError once closed."""
         answers: list[Any] = []
         try:
-            offered = [(claim, value) for claim in claims if (value := _value(state, claim)) is not None]
-            if offered:
-                async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
-                    for claim, value in offered:
-                        pipe.set(self._key(claim.block.block_hash), value, ex=self._settings.ttl_seconds)
-                    answers = await answer_of(pipe.execute(raise_on_error=False))
+            async with self._writing:
+                self._require_same(state)
+                offered = [(claim, value) for claim in claims if (value := _value(state, claim)) is not None]
+                if offered:
+                    async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
+                        for claim, value in offered:
+                            pipe.set(self._key(claim.block.block_hash), value, ex=self._settings.ttl_seconds)
+                        answers = await answer_of(pipe.execute(raise_on_error=False))
         finally:
             refused = self._note_writes(answers, permit)
         stored = len(offered) - refused

@@ -280,7 +280,7 @@ async def test_nothing_is_asked_for_behind_a_part_that_failed(setup: Setup) -> N
 
 
 @pytest.mark.parametrize(
-    "how", ["flipped", "layout", "tokens", "short", "long", "another block", "no header", "not a string"]
+    "how", ["flipped", "layout", "tokens", "short", "a byte", "long", "another block", "no header", "not a string"]
 )
 async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> None:
     sent = blocks(2)
@@ -298,6 +298,8 @@ async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> N
                 client.set(key, value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :])
             case "short":
                 client.set(key, value[:-1])
+            case "a byte":
+                client.set(key, value[:1])
             case "long":
                 client.set(key, value + b"x")
             case "another block":
@@ -310,7 +312,7 @@ async def test_wrong_values_are_refused_and_deleted(setup: Setup, how: str) -> N
         assert await setup.fetch(sent) == (REFUSED, FETCHED)
         assert sum(setup.store.stats.refused.values()) == 1
         assert setup.store.stats.refused[Mismatch.DIGEST] == (how == "flipped")
-        assert setup.store.stats.refused[Mismatch.LENGTH] == (how in ("short", "long"))
+        assert setup.store.stats.refused[Mismatch.LENGTH] == (how in ("short", "a byte", "long"))
         assert not client.exists(key)
     await write_and_publish(setup.node, sent)
     assert set(await setup.fetch(sent)) == {FETCHED}
