@@ -22,7 +22,7 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.generation.token_ids import check_token_ids
 from kvrelay.core.model.directory import resolve_model_directory
-from kvrelay.core.model.limits import checked_sampling, room_for_output
+from kvrelay.core.model.limits import checked_sampling, room_for_output, sampling_of_prompt
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.engine.options import EngineOptions
@@ -87,8 +87,9 @@ class LLM:
         )
         load_model_config(resolve_model_directory(options.model))  # first: a folder of something else has no tokenizer
         self.tokenizer = Tokenizer.load(options.model)
-        with devices_set_for(planned_device(options)):
-            prepared = prepare_engine(options)
+        planned = planned_device(options)
+        with devices_set_for(planned):
+            prepared = prepare_engine(options, planned)
             kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
             self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
         self._device = prepared.device
@@ -166,10 +167,10 @@ class LLM:
         *,
         progress: bool,
     ) -> list[RequestOutput]:
-        sampling = _per_prompt(sampling_params, len(encoded))
+        sampling = self._checked(_per_prompt(sampling_params, len(encoded)), encoded)
         pending = [
-            PendingRequest(text, tuple(token_ids), self._checked(one, len(token_ids), number), self.tokenizer)
-            for number, (text, token_ids, one) in enumerate(zip(texts, encoded, sampling, strict=True))
+            PendingRequest(text, tuple(token_ids), one, self.tokenizer)
+            for text, token_ids, one in zip(texts, encoded, sampling, strict=True)
         ]
         with interrupts_held() as handle_interrupts:
             if not self._in_use.acquire(blocking=False):
@@ -181,15 +182,23 @@ class LLM:
                 self._in_use.release()
         return results_of(pending)
 
-    def _checked(self, sampling: SamplingParams, num_prompt_tokens: int, number: int) -> SamplingParams:
-        """Returns the sampling of prompt `number` with a seed, and with `max_tokens` and `min_tokens` lowered to what
-        the model's length leaves after the prompt. Raises InvalidRequestError."""
-        room = self.max_model_len - num_prompt_tokens
-        try:
-            sampling = checked_sampling(sampling, vocab_size=self.vocab_size, max_num_seqs=self._max_num_seqs)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"prompt {number}: {error}", field=error.field) from None
-        return replace(sampling, max_tokens=min(sampling.max_tokens, room), min_tokens=min(sampling.min_tokens, room))
+    def _checked(self, given: Sequence[SamplingParams], encoded: Sequence[list[int]]) -> list[SamplingParams]:
+        """Returns the sampling of each prompt with a seed, and with `max_tokens` and `min_tokens` lowered to what the
+        model's length leaves after the prompt. Raises InvalidRequestError."""
+        checked: dict[int, SamplingParams] = {}  # by the identity of those given, which most prompts share
+        found: list[SamplingParams] = []
+        limits = {"vocab_size": self.vocab_size, "max_num_seqs": self._max_num_seqs}
+        for number, (one, token_ids) in enumerate(zip(given, encoded, strict=True)):
+            room = self.max_model_len - len(token_ids)
+            try:
+                if id(one) not in checked:
+                    checked[id(one)] = checked_sampling(one, **limits)
+                sampling = sampling_of_prompt(checked[id(one)])
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {number}: {error}", field=error.field) from None
+            max_tokens, min_tokens = min(sampling.max_tokens, room), min(sampling.min_tokens, room)
+            found.append(replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens))
+        return found
 
     # -- the engine --------------------------------------------------------------------------------------------------
 

@@ -8,13 +8,12 @@ from numbers import Integral
 from typing import Any, TypeGuard
 
 from kvrelay.core.errors import InvalidRequestError
-from kvrelay.text.message_content import text_of
-from kvrelay.text.tokenizer import ChatMessage
+from kvrelay.text.chat_message import ChatMessage, check_role, refuse_unsupported, text_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; or a mapping that has one of them under vLLM's name, `prompt` or `prompt_token_ids`."""
 Message = Mapping[str, Any]
-"""`role` and `content`, a string or a list of text parts."""
+"""`role` and `content`, a string or a list of text parts, as over HTTP."""
 
 _PROMPT_FIELDS = {"prompt", "prompt_token_ids"}
 _MESSAGES = "messages must be a list of messages, each with a role and a content, or a list of such lists"
@@ -73,16 +72,19 @@ def conversations_of(given: Sequence[Message] | Sequence[Sequence[Message]]) -> 
 
 
 def chat_messages(given: Sequence[Message]) -> list[ChatMessage]:
-    """Returns roles and texts. Raises InvalidRequestError."""
+    """Returns roles and texts. Raises InvalidRequestError for what is refused over HTTP as well."""
     messages: list[ChatMessage] = []
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     if not is_list or not given or not all(isinstance(message, Mapping) for message in given):
         raise InvalidRequestError(f"{_MESSAGES}, got {given!r}", field="messages")
     for number, message in enumerate(given):
-        if not isinstance(message.get("role"), str):
+        role = message.get("role")
+        if not isinstance(role, str):
             raise InvalidRequestError(f"messages[{number}] has no role", field="messages")
+        check_role(role, number)
         try:
-            messages.append({**message, "content": text_of(message.get("content"))})
+            refuse_unsupported(message)
+            messages.append({"role": role, "content": text_of(message.get("content"))})
         except ValueError as error:
             raise InvalidRequestError(f"messages[{number}]: {error}", field="messages") from error
     return messages

@@ -21,15 +21,13 @@ from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.core.model.directory import resolve_model_directory
 from kvrelay.core.model.json_object import read_json_object
 from kvrelay.core.model.tokenizer_files import refuse_without_tokenizer
+from kvrelay.text.chat_message import ChatMessage
 
 # Tokenising more characters, or rendering more messages, would keep an event loop waiting for too long.
 LONG_TEXT_CHARS = 8 * 1024
 LONG_CHAT_MESSAGES = 128
 # While it is tokenised, a text takes a hundred times its size in memory: larger ones take turns.
 HUGE_TEXT_CHARS = 1024 * 1024
-
-ChatMessage = Mapping[str, str]
-"""A message of a chat, with the keys `role` and `content`."""
 
 # What a template raises on purpose, or because of what it is given.
 _TEMPLATE_ERRORS = (

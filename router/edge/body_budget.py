@@ -1,8 +1,8 @@
 """What the bodies of all HTTP requests together may take in memory, from their arrival until they are done with: their
 requests are admitted or refused.
 
-Invariant: bodies that are not small have at most the budget, and what one of them may have. Of these, the one that
-became so first never waits: those that arrived first are always completed, and then the others.
+Invariant: bodies that are not small share the budget. Only the oldest of them may exceed it, by what one body may have,
+and so never waits: it is always completed, and then the next one is the oldest.
 """
 
 import asyncio

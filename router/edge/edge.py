@@ -21,7 +21,7 @@ from kvrelay.text.tokenizer import Tokenizer
 from router.edge.admission import Admission, Admissions
 from router.edge.metrics import RouterMetrics
 from router.edge.validation import ClientRequest, Prompt, RequestValidator
-from router.request import Relay, RequestTrace, RoutedRequest
+from router.request import Relay, RequestTrace, RoutedRequest, ServedModel
 
 _logger = logging.getLogger(__name__)
 
@@ -56,19 +56,27 @@ class Edge:
         return self._admissions.begin()
 
     async def admit(self, clients: Mapping[str, ClientRequest], admission: Admission) -> list[RoutedRequest]:
-        """Validates all requests of a call, given by their ids. Raises what `RequestValidator.routed` raises, and
-        OverloadedError before any work is done for them. From then on, until they begin or `admission` is closed, they
-        count as running: another one of the same id is refused, and `abort` ends them."""
+        """Validates all requests of a call, given by their ids, which share one `sampling`. Raises what
+        `RequestValidator.routed` raises, and OverloadedError before any work is done for them. From then on, until they
+        begin or `admission` is closed, they count as running: another one of the same id is refused, and `abort` ends
+        them."""
         with self.counting_errors():
             self.relay.check_capacity(len(self._admissions), len(clients))
             for request_id in filter(self._admissions.has, clients):
                 raise InvalidRequestError(f"a request {request_id!r} is running already", field="request_id")
             admission.reserve(clients)
+            first, *others = clients.values()
+            assert all(client.sampling is first.sampling for client in others), "they differ only in their prompts"
+            self.validator.check_model(first.model)
+            checked_for: ServedModel | None = None
             routed: list[RoutedRequest] = []
             for request_id, client in clients.items():
                 if routed:
                     await asyncio.sleep(0)  # a hundred of them would keep the event loop waiting for too long
-                routed.append(await self.validator.routed(client, request_id))
+                model = self.relay.served_model()
+                if model != checked_for:
+                    sampling, checked_for = self.validator.sampling(first), model
+                routed.append(await self.validator.routed(client, request_id, sampling))
             for request_id in clients:
                 admission.check_aborted(request_id)
             return routed

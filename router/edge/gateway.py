@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,14 +26,16 @@ from kvrelay.core.errors import KVRelayError, OverloadedError
 from kvrelay.core.turns import in_turns
 from router.edge.admission import Admission
 from router.edge.body_budget import BodyBudget, BodyShare
+from router.edge.cross_origin import cross_origin
 from router.edge.echo import echoes
 from router.edge.edge import Edge
-from router.edge.http_exchange import EventStream, read_json_body, until_disconnect
+from router.edge.http_exchange import EventStream, WholeAnswer, read_json_body, until_disconnect
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_errors import answer_error
-from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json, tokens_response
+from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json, to_json, tokens_response
 from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.edge.prompt_logprobs import check_prompt_logprobs
+from router.edge.untaken_answers import UntakenAnswers
 from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
 
 _REQUEST_ID = "kvrelay.request_id"
@@ -44,6 +45,8 @@ GenerationBodyT = TypeVar("GenerationBodyT", bound=GenerationBody)
 
 # So many of the largest size may arrive, and wait for their admission, at a time.
 BODIES_AT_A_TIME = 32
+# Of all whole answers together that clients have not taken.
+MAX_UNTAKEN_BYTES = 2**28
 
 
 def create_app(edge: Edge, *, version: str, max_body_bytes: int, allowed_origins: Sequence[str] = ()) -> Starlette:
@@ -66,7 +69,7 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int, allowed_origins
         ],
         middleware=[
             Middleware(_RequestIds),
-            *_cross_origin(allowed_origins),
+            *cross_origin(allowed_origins),
             # Starlette's own is outside of these: a browser would hide its answer from the page.
             Middleware(ServerErrorMiddleware, handler=answer_error),
         ],
@@ -76,21 +79,6 @@ def create_app(edge: Edge, *, version: str, max_body_bytes: int, allowed_origins
     # host the request names.
     app.router.redirect_slashes = False
     return app
-
-
-def _cross_origin(allowed: Sequence[str]) -> list[Middleware]:
-    """Returns what tells browsers which pages may call (https://fetch.spec.whatwg.org/#http-cors-protocol)."""
-    if not allowed:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=allowed,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
-        )
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +113,7 @@ class _Gateway:
         self._version = version
         self._max_body_bytes = max_body_bytes
         self._bodies = BodyBudget(BODIES_AT_A_TIME * max_body_bytes)
+        self._untaken = UntakenAnswers(MAX_UNTAKEN_BYTES)
         # Unix time, which clients expect; nothing here is measured with it.
         self._created = int(time.time())
 
@@ -184,13 +173,13 @@ class _Gateway:
             token_ids, max_model_len = await until_disconnect(request.receive, work)
         texts = await in_turns(self._edge.tokenizer.token_text, token_ids) if body.return_token_strs else None
         answer = await tokens_response(token_ids, texts, max_model_len=max_model_len)
-        return Response(answer, media_type="application/json")
+        return WholeAnswer(answer, self._untaken)
 
     async def detokenize(self, request: Request) -> Response:
         with self._bodies.share() as share:
             body = await self._body(request, DetokenizeBody, share)
         text = self._edge.detokenize(body.tokens, body.model, skip_special_tokens=False, field="tokens")
-        return JSONResponse({"prompt": text})
+        return WholeAnswer(to_json({"prompt": text}).encode(), self._untaken)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -235,7 +224,7 @@ class _Gateway:
                 generation, streaming = await self._begin(request, form, call_of, share, admission)
             if streaming is None:
                 whole = await until_disconnect(request.receive, generation.whole())
-                return Response(whole, media_type="application/json")
+                return WholeAnswer(whole, self._untaken)
             events = generation.stream(
                 include_usage=streaming.include_usage, continuous_usage=streaming.continuous_usage
             )

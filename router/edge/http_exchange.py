@@ -1,13 +1,13 @@
 """One HTTP exchange, below the application: reading a bounded body, streaming events, noticing a disconnect.
 
 Invariant: a body beyond the limit is never held in memory, and one that does not arrive in time no longer. Nothing more
-is read of a body for which there is no room beside the others. When the client disconnects, the work for it is
-cancelled, and it has ended before the exchange ends.
+is read of a body for which there is no room beside the others, and no answer is held for a client that does not take
+it. When the client disconnects, the work for it is cancelled, and it has ended before the exchange ends.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing, closing, nullcontext
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from kvrelay.core.tasks import end_tasks
 from router.edge.body_budget import BodyShare
 from router.edge.http_protocol import ABORT
 from router.edge.idle_comments import COMMENT_SECONDS, IdleComments
+from router.edge.untaken_answers import UntakenAnswers
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ BODY_BYTES_PER_SECOND = 64 * 1024
 DRAIN_BYTES = 16 * 1024 * 1024
 DRAIN_SECONDS = 5.0
 
-_PART_BYTES = 64 << 10  # of an event, that a client has to take in time
+_PART_BYTES = 64 << 10  # of an event or a whole answer, that a client has to take in time
 _NO_CONTEXT = nullcontext()
 
 T = TypeVar("T")
@@ -168,10 +169,7 @@ class EventStream(Response):
         except KVRelayError as error:
             if not self._started:
                 raise
-            _logger.debug("stream ended: %s", error)
-            if abort := scope.get("state", {}).get(ABORT):
-                abort()  # closing would wait until the client has taken what is buffered
-                await _disconnected(receive)
+            await _cut_off(scope, receive, error)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -192,9 +190,56 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_in_parts(send: Send, event: bytes, deadline: WriteDeadline) -> None:
-    """Sends an event that a client may need long for, such as all log-probabilities of a prompt: it has to take each
-    part in time, not the whole."""
-    for begin in range(0, len(event), _PART_BYTES):
+class WholeAnswer(Response):
+    """A JSON response that is not streamed. A large one counts in `untaken` until its last part is written. A client
+    that takes nothing for `write_timeout` seconds is disconnected."""
+
+    media_type = "application/json"
+
+    def __init__(self, body: bytes, untaken: UntakenAnswers, *, write_timeout: float = WRITE_SECONDS) -> None:
+        super().__init__(body)
+        self._bytes = body
+        self._untaken = untaken
+        self._write_timeout = write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self._bytes) <= _PART_BYTES:  # a connection may buffer as much anyway
+            await super().__call__(scope, receive, send)
+            return
+        drop = scope.get("state", {}).get(ABORT, _nothing)
+        try:
+            await until_disconnect(receive, self._send_all(send, drop))
+        except KVRelayError as error:
+            await _cut_off(scope, receive, error)
+
+    async def _send_all(self, send: Send, drop: Callable[[], object]) -> None:
+        # Counted no longer in the turn of the last part, after which the connection may have another request.
+        with self._untaken.holding(len(self._bytes), drop), closing(WriteDeadline(self._write_timeout)) as deadline:
+            with deadline:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await _send_in_parts(send, self._bytes, deadline)
+            with deadline:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _nothing() -> None:
+    pass
+
+
+async def _cut_off(scope: Scope, receive: Receive, error: KVRelayError) -> None:
+    """Drops the connection of a response that has begun: to close it would be to wait until the client has taken what
+    is buffered."""
+    _logger.debug("answer ended: %s", error)
+    if abort := scope.get("state", {}).get(ABORT):
+        abort()
+        await _disconnected(receive)
+
+
+async def _send_in_parts(send: Send, data: bytes, deadline: WriteDeadline) -> None:
+    """Sends what a client may need long for, such as all log-probabilities of a prompt: it has to take each part in
+    time, not the whole. The event loop turns between them, however fast the client is."""
+    for begin in range(0, len(data), _PART_BYTES):
+        if begin > 0:
+            await asyncio.sleep(0)
         with deadline:
-            await send({"type": "http.response.body", "body": event[begin : begin + _PART_BYTES], "more_body": True})
+            await send({"type": "http.response.body", "body": data[begin : begin + _PART_BYTES], "more_body": True})

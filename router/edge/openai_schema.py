@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.core.model.limits import room_for_output
-from kvrelay.text.message_content import text_of
+from kvrelay.text.chat_message import Role, refuse_unsupported, text_of
 from router.edge.unsupported_fields import REMEDIES, UNSUPPORTED_FIELDS
-from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, Role, TextPrompt, TokenPrompt
+from router.edge.validation import MAX_MESSAGES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 _logger = logging.getLogger(__name__)
 
@@ -221,9 +221,7 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
-        for name in ("tool_calls", "function_call", "audio"):  # first: with one of them, the content is null
-            if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name} is not supported here")
+        refuse_unsupported(self.model_extra or {})  # first: what has such a field has null as its content
         text_of(self.content)
         return self
 

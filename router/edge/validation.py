@@ -8,13 +8,14 @@ does.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.generation.token_ids import check_token_ids
-from kvrelay.core.model.limits import checked_sampling, room_for_output, too_long
-from kvrelay.text.tokenizer import ChatMessage, Tokenizer
+from kvrelay.core.model.limits import checked_sampling, room_for_output, sampling_of_prompt, too_long
+from kvrelay.text.chat_message import ChatMessage
+from kvrelay.text.tokenizer import Tokenizer
 from router.request import Relay, RoutedRequest, ServedModel
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -22,8 +23,6 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 8192
 MAX_CHAT_TEMPLATE_KWARGS_CHARS = 16 * 1024  # as JSON
-Role = Literal["system", "developer", "user", "assistant"]
-"""Who may speak in a chat."""
 # More characters per token than any vocabulary has on average: longer text is refused without tokenising it.
 MAX_CHARS_PER_TOKEN = 128
 
@@ -93,9 +92,15 @@ class RequestValidator:
                 f"the model {name[:100]!r} does not exist here; this server serves {self._model_name!r}", field="model"
             )
 
-    async def routed(self, client: ClientRequest, request_id: str) -> RoutedRequest:
-        """Returns the checked request. Raises InvalidRequestError or UnknownModelError, and UnavailableError while no
-        decode node is live."""
+    def sampling(self, client: ClientRequest) -> SamplingParams:
+        """Returns the checked sampling of a request, for `routed` of all that have the same one, as long as the same
+        model is served: with many biases, to check it takes long. Raises what `routed` raises."""
+        model = self._relay.served_model()
+        return checked_sampling(client.sampling, vocab_size=model.vocab_size, max_num_seqs=model.max_num_seqs)
+
+    async def routed(self, client: ClientRequest, request_id: str, sampling: SamplingParams) -> RoutedRequest:
+        """Returns the checked request, with its `sampling` as the method of that name has returned it. Raises
+        InvalidRequestError or UnknownModelError, and UnavailableError while no decode node is live."""
         self.check_model(client.model)
         model = self._relay.served_model()
         token_ids = await self.token_ids(client.prompt, model)
@@ -103,13 +108,13 @@ class RequestValidator:
             prompt = client.prompt
             message = f"{prompt.name or prompt.field} must not be empty: it has no tokens"
             raise InvalidRequestError(message, field=prompt.field)
-        sampling = replace(client.sampling, max_tokens=_max_tokens(client, len(token_ids), model.max_model_len))
+        max_tokens = _max_tokens(client, len(token_ids), model.max_model_len)
         if not MIN_PRIORITY <= client.priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority must fit 32 bits, got {client.priority}", field="priority")
         return RoutedRequest(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
-            sampling=checked_sampling(sampling, vocab_size=model.vocab_size, max_num_seqs=model.max_num_seqs),
+            sampling=sampling_of_prompt(replace(sampling, max_tokens=max_tokens)),
             kv_namespace=model.kv_namespace,
             priority=client.priority,
             cache_salt=_cache_salt(client.cache_salt),

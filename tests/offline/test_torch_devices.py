@@ -74,9 +74,9 @@ def test_the_engine_is_built_and_steps_with_the_devices_set(monkeypatch: pytest.
         seen.append([*inside])
         return step(engine, *arguments)
 
-    def prepared(options: Any) -> Any:
+    def prepared(*arguments: Any) -> Any:
         seen.append([*inside])
-        return prepare_engine(options)
+        return prepare_engine(*arguments)
 
     monkeypatch.setattr("kvrelay.offline.llm.devices_set_for", noted)
     monkeypatch.setattr("kvrelay.offline.llm.prepare_engine", prepared)

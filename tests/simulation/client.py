@@ -101,7 +101,8 @@ class Client:
         request = self.plan.request
         try:
             relay.check_capacity()
-            admitted = await _validator(relay, request.timeout).routed(_as_asked(request), self.name)
+            client, validator = _as_asked(request), _validator(relay, request.timeout)
+            admitted = await validator.routed(client, self.name, validator.sampling(client))
         except OverloadedError as error:
             if len(relay._running) < relay._limits.max_concurrent_requests:
                 self.report(f"{self.name}: refused with {error!r}")

@@ -11,17 +11,21 @@ from kvrelay.core.generation.sampling_params import SamplingParams
 
 
 def checked_sampling(sampling: SamplingParams, *, vocab_size: int, max_num_seqs: int) -> SamplingParams:
-    """Returns the parameters with a seed, and with a `top_k` that is at most the vocabulary."""
-    sampling.validate(vocab_size=vocab_size)
+    """Returns the parameters with a `top_k` that is at most the vocabulary. With many biases it takes long, so it is
+    done once for all prompts that have the same ones; `sampling_of_prompt` does what remains for each."""
+    sampling.validate_but_lengths(vocab_size=vocab_size)
     if sampling.n > max_num_seqs:
         raise InvalidRequestError(
             f"n is {sampling.n}, but at most {max_num_seqs} sequences run at a time (max_num_seqs)", field="n"
         )
-    return replace(
-        sampling,
-        top_k=min(sampling.top_k, vocab_size),
-        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-    )
+    return replace(sampling, top_k=min(sampling.top_k, vocab_size))
+
+
+def sampling_of_prompt(checked: SamplingParams) -> SamplingParams:
+    """Returns parameters that `checked_sampling` has returned, maybe with other lengths since, for one prompt: with a
+    seed. Raises InvalidRequestError if the lengths are wrong."""
+    checked.validate_lengths()
+    return checked if checked.seed is not None else replace(checked, seed=secrets.randbits(63))
 
 
 def too_long(max_model_len: int, reason: str, *, field: str) -> ContextLengthError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -12,7 +12,9 @@ from starlette.types import Message, Receive
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, OverloadedError
+from kvrelay.core.generation import sampling_params
 from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.generation.token_ids import check_token_ids
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.edge import Edge
 from router.edge.fan_in import merged
@@ -81,6 +83,29 @@ async def test_all_prompts_of_a_call_that_was_admitted_have_room(tokenizer: Toke
                 await check_room_for_one()
                 await give_up(first)
         assert len(await admitted(edge, dict.fromkeys("abc", client))) == 3
+
+
+async def test_the_biases_of_a_call_are_checked_once_however_many_prompts_it_has(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be 65,536 of them, and 128 prompts."""
+    checked: list[str] = []
+
+    def noted(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
+        checked.append(field)
+        check_token_ids(token_ids, vocab_size, field=field)
+
+    monkeypatch.setattr(sampling_params, "check_token_ids", noted)
+    relay = ScriptedRelay(tokenizer)
+    async with serving(relay) as gateway:
+        body = COMPLETION | {"prompt": ["one", "two", "three"], "logit_bias": {"5": 1}}
+        assert (await gateway.post("/v1/completions", body)).status_code == 200
+        assert checked.count("logit_bias") == 1
+        first, *others = (request.sampling for request in relay.requests)
+        assert len(others) == 2 and all(sampling.logit_bias is first.logit_bias for sampling in others)
+        assert len({first.seed, *(sampling.seed for sampling in others)}) == 3
+        refused = await gateway.post("/v1/completions", body | {"logit_bias": {"5": 101}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logit_bias")
 
 
 async def test_an_abort_is_not_lost_before_its_request_begins(tokenizer: Tokenizer) -> None:
@@ -181,7 +206,8 @@ async def test_whenever_a_client_leaves_its_room_is_given_back(
 
 async def test_the_loop_turns_between_the_prompts_of_a_call(relay: ScriptedRelay) -> None:
     """A hundred texts that are just short enough to be tokenised at once would hold up every other request."""
-    clients = {str(i): ClientRequest(TextPrompt("The capital"), SamplingParams()) for i in range(30)}
+    sampling = SamplingParams()
+    clients = {str(i): ClientRequest(TextPrompt("The capital"), sampling) for i in range(30)}
     async with counting_turns() as num_turns:
         await admitted(make_edge(relay), clients)
         assert num_turns() >= len(clients) - 1

@@ -50,6 +50,22 @@ async def test_only_pages_of_allowed_origins_may_call(
         assert refused.headers.get("access-control-allow-origin") == expected
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"origin": OTHER}, "origin"), ({"access-control-request-method": "DELETE"}, "method")]
+)
+async def test_a_refused_preflight_is_an_error_as_all_others_are(
+    change: dict[str, str], reason: str, relay: ScriptedRelay
+) -> None:
+    async with served(relay, [PAGE]) as http:
+        refused = await http.options("/v1/completions", headers=PREFLIGHT | change)
+    assert (refused.status_code, refused.headers["content-type"]) == (400, "application/json")
+    error = refused.json()["error"]
+    assert f"Disallowed CORS {reason}: " in error.pop("message")
+    assert error == {"type": "invalid_request_error", "param": None, "code": None}
+    assert refused.headers["access-control-allow-methods"] == "GET, POST"
+    assert len(refused.headers.get_list("x-request-id")) == 1
+
+
 async def test_a_page_that_may_not_call_cannot_send_a_prompt_without_asking(relay: ScriptedRelay) -> None:
     """Browsers ask first if a body is JSON by its type, but not if it has none."""
     body = json.dumps(COMPLETION)

@@ -27,7 +27,8 @@ CHAT = ChatPrompt([{"role": "user", "content": "hello"}])
 
 
 async def routed(relay: ScriptedRelay, client: ClientRequest) -> RoutedRequest:
-    return await RequestValidator(relay, relay.tokenizer, MODEL, default_timeout=60.0).routed(client, "id-1")
+    validator = RequestValidator(relay, relay.tokenizer, MODEL, default_timeout=60.0)
+    return await validator.routed(client, "id-1", validator.sampling(client))
 
 
 async def refused(relay: ScriptedRelay, client: ClientRequest) -> InvalidRequestError:
