@@ -22,7 +22,7 @@ help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed  ## Serve the demo model through real processes and ask it a few things
-	$(BIN)/python demo/run.py
+	$(BIN)/python -m demo.run
 
 # Two jobs, because most tests often wait: those of the kernels, which compute all the time, run with the checks beside the others.
 test: $(VENV)/installed-dev  ## Everything needed to trust a change

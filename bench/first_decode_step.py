@@ -26,8 +26,8 @@ import grpc
 
 from bench.arguments import positive, script_parser
 from bench.figures import Figure, add_json_file, write_figures
+from bench.local_cluster import local_cluster
 from bench.python_speed import python_speed
-from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 

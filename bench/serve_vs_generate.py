@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.arguments import drop_settings
 from bench.load_prompts import prompts_of
+from bench.local_cluster import local_cluster
 from bench.random_model import write_random_model
 from bench.topology import Topology
 from bench.whole_run import whole_run
 from kvrelay.bench.settings import ThroughputBenchSettings
 from kvrelay.bench.summary import Summary
-from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.process.cgroup import available_cores

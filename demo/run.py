@@ -16,7 +16,7 @@ from typing import Any, Literal
 import grpc
 from pydantic import Field
 
-from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
+from bench.local_cluster import ClusterAddress, local_cluster
 from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.rpc.connections import WITHOUT_PROXY
@@ -107,7 +107,7 @@ class Answer:
 
 
 def main(argv: Sequence[str]) -> int:
-    settings = load_settings(DemoSettings, argv, prog="demo/run.py")
+    settings = load_settings(DemoSettings, argv, prog="python -m demo.run")
     arguments = ["--prefill-nodes", str(settings.prefill_nodes), "--decode-nodes", str(settings.decode_nodes)]
     arguments += ["--connector", settings.connector]
     arguments += ["--block-size", str(BLOCK_SIZE), "--log-level", "warning"]

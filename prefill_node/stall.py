@@ -1,7 +1,7 @@
 """Tells when requests wait for blocks that leases hold, perhaps for decode nodes that in turn wait for these requests.
 
-Only the end of a lease lets them go on then. Invariant: a load that changes as it should is no stall. So each load has
-to be the engine's own answer, and the engine has had the chance of a step since the one before.
+Only the end of a lease lets them go on then. Invariant: progress is never taken for a stall. So each load has to come
+from the engine itself, which could have made a step since the load before.
 """
 
 from kvrelay.engine.request import EngineLoad

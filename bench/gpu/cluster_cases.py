@@ -19,10 +19,10 @@ from bench.gpu.greedy import greedy_error
 from bench.gpu.measure import Rates
 from bench.gpu.report import Result
 from bench.gpu.task import Task
+from bench.local_cluster import ClusterAddress, local_cluster
 from bench.random_model import SHAPES, write_random_model
 from kvrelay.bench.base import Answer, Generation
 from kvrelay.bench.grpc_client import GrpcClient
-from kvrelay.cli.local_cluster import ClusterAddress, local_cluster
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config.option_types import DeviceName
 from kvrelay.core.generation.sampling_params import SamplingParams

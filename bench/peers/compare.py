@@ -14,7 +14,7 @@ from typing import TypeVar
 from bench.peers.base import Engine, PeerError, Server
 from bench.peers.processes import PeakMemory, await_rest
 from bench.peers.work import Work, check_work, work_of
-from bench.peers.workloads import Figure, figures_of, settings_of
+from bench.peers.workloads import ComparedFigure, figures_of, settings_of
 from bench.whole_run import flaws_of
 from kvrelay.bench.measure import measure
 
@@ -30,7 +30,7 @@ class Measurement:
     engine: str
     round: int
     workload: str  # empty for figures of the server itself
-    figure: Figure
+    figure: ComparedFigure
     flaws: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -101,10 +101,10 @@ class Comparison:
 
     def _run_afresh(self, engine: Engine, number: int, seed: int, findings: Findings) -> None:
         with PeakMemory() as memory, engine.serve(self.directory_of(engine), self.model) as server:
-            findings.add(Measurement(engine.name, number, "", Figure("ready after, s", server.ready_seconds)))
+            findings.add(Measurement(engine.name, number, "", ComparedFigure("ready after, s", server.ready_seconds)))
             for workload in self.workloads:
                 self._measure(engine, server, workload, number, seed, findings)
-        findings.add(Measurement(engine.name, number, "", Figure("peak memory, GB", memory.bytes / 1e9)))
+        findings.add(Measurement(engine.name, number, "", ComparedFigure("peak memory, GB", memory.bytes / 1e9)))
 
     def _measure(
         self, engine: Engine, server: Server, workload: str, number: int, seed: int, findings: Findings

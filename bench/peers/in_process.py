@@ -18,7 +18,7 @@ from bench.peers.base import PeerError, Server, Setup
 from bench.peers.compare import Findings, Measurement, order_of_round
 from bench.peers.processes import PeakMemory, tail
 from bench.peers.work import Work
-from bench.peers.workloads import CONCURRENCY, Figure, scaled, settings_of
+from bench.peers.workloads import CONCURRENCY, ComparedFigure, scaled, settings_of
 
 WORKLOADS = ("A", "B")
 OUTPUT_TOKENS = 64
@@ -107,7 +107,7 @@ class InProcessComparison:
         )
         for workload, figure in _figures(found):
             findings.add(Measurement(engine.name, number, workload, figure))
-        findings.add(Measurement(engine.name, number, "", Figure("peak memory, GB", memory.bytes / 1e9)))
+        findings.add(Measurement(engine.name, number, "", ComparedFigure("peak memory, GB", memory.bytes / 1e9)))
 
 
 def _work(
@@ -125,16 +125,16 @@ def _work(
     )
 
 
-def _figures(found: Mapping[str, Sequence[float]]) -> list[tuple[str, Figure]]:
+def _figures(found: Mapping[str, Sequence[float]]) -> list[tuple[str, ComparedFigure]]:
     first, whole = (statistics.median(found[name]) for name in ("first_seconds", "single_seconds"))
     figures = [
-        ("", Figure("ready after, s", found["ready_seconds"][0])),
-        ("A", Figure("one token, ms", first * 1e3)),
-        ("A", Figure("time per token p50, ms", (whole - first) / (OUTPUT_TOKENS - 1) * 1e3)),
+        ("", ComparedFigure("ready after, s", found["ready_seconds"][0])),
+        ("A", ComparedFigure("one token, ms", first * 1e3)),
+        ("A", ComparedFigure("time per token p50, ms", (whole - first) / (OUTPUT_TOKENS - 1) * 1e3)),
     ]
     if found["batch_seconds"]:
         speed = sum(found["batch_tokens"]) / found["batch_seconds"][0]
-        figures.append(("B", Figure("output tokens/s", speed, higher_is_better=True)))
+        figures.append(("B", ComparedFigure("output tokens/s", speed, higher_is_better=True)))
     return figures
 
 

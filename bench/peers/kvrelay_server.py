@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.local_cluster import local_cluster
 from bench.peers.base import Server
 from bench.topology import Topology
-from kvrelay.cli.local_cluster import local_cluster
 
 
 @dataclass(frozen=True, slots=True)

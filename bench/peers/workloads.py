@@ -29,8 +29,9 @@ D_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One number of a run. `higher_is_better` says how to read its ratios."""
+class ComparedFigure:
+    """One number of an engine's run, to be compared with another engine's. `higher_is_better` says how to read their
+    ratios."""
 
     title: str
     value: float
@@ -67,7 +68,7 @@ def vocabulary_settings(prompt_format: PromptFormat, directory: Path, vocab_size
     return {"prompt_format": prompt_format, "tokenizer": str(file)}
 
 
-def figures_of(workload: str, result: RunResult) -> list[Figure]:
+def figures_of(workload: str, result: RunResult) -> list[ComparedFigure]:
     """Returns the figures that count: milliseconds and tokens per second. Raises KeyError when a kind of request has no
     result."""
     return _FIGURES[workload](result)
@@ -99,33 +100,33 @@ def scaled(count: int, scale: float) -> int:
     return max(1, round(count * scale))
 
 
-def _figures_a(result: RunResult) -> list[Figure]:
+def _figures_a(result: RunResult) -> list[ComparedFigure]:
     return [
-        Figure("TTFT p50, ms", _ms(result.summary.ttft)),
-        Figure("time per token p50, ms", _ms(result.summary.tpot)),
+        ComparedFigure("TTFT p50, ms", _ms(result.summary.ttft)),
+        ComparedFigure("time per token p50, ms", _ms(result.summary.tpot)),
     ]
 
 
-def _figures_b(result: RunResult) -> list[Figure]:
+def _figures_b(result: RunResult) -> list[ComparedFigure]:
     return [
-        Figure("output tokens/s", result.summary.output_tokens_per_second, higher_is_better=True),
-        Figure("TTFT p50, ms", _ms(result.summary.ttft)),
-        Figure("ITL p99, ms", _ms(result.summary.itl, "p99")),
+        ComparedFigure("output tokens/s", result.summary.output_tokens_per_second, higher_is_better=True),
+        ComparedFigure("TTFT p50, ms", _ms(result.summary.ttft)),
+        ComparedFigure("ITL p99, ms", _ms(result.summary.itl, "p99")),
     ]
 
 
-def _figures_c(result: RunResult) -> list[Figure]:
+def _figures_c(result: RunResult) -> list[ComparedFigure]:
     first, later = (result.by_kind[kind] for kind in ("first", "later"))
-    return [Figure("first TTFT, ms", _ms(first.ttft)), Figure("later TTFT p50, ms", _ms(later.ttft))]
+    return [ComparedFigure("first TTFT, ms", _ms(first.ttft)), ComparedFigure("later TTFT p50, ms", _ms(later.ttft))]
 
 
-def _figures_d(result: RunResult) -> list[Figure]:
+def _figures_d(result: RunResult) -> list[ComparedFigure]:
     steady, long = (result.by_kind[kind] for kind in ("steady", "long"))
     return [
-        Figure("steady output tokens/s", steady.output_tokens_per_second, higher_is_better=True),
-        Figure("steady ITL p50, ms", _ms(steady.itl)),
-        Figure("steady ITL p99, ms", _ms(steady.itl, "p99")),
-        Figure("long TTFT p50, ms", _ms(long.ttft)),
+        ComparedFigure("steady output tokens/s", steady.output_tokens_per_second, higher_is_better=True),
+        ComparedFigure("steady ITL p50, ms", _ms(steady.itl)),
+        ComparedFigure("steady ITL p99, ms", _ms(steady.itl, "p99")),
+        ComparedFigure("long TTFT p50, ms", _ms(long.ttft)),
     ]
 
 
@@ -134,7 +135,7 @@ def _ms(distribution: Distribution | None, column: str = "p50") -> float:
 
 
 _SETTINGS: Mapping[str, Callable[[dict[str, object], float], BenchSettings]] = {"A": _a, "B": _b, "C": _c, "D": _d}
-_FIGURES: Mapping[str, Callable[[RunResult], list[Figure]]] = {
+_FIGURES: Mapping[str, Callable[[RunResult], list[ComparedFigure]]] = {
     "A": _figures_a,
     "B": _figures_b,
     "C": _figures_c,

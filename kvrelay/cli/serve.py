@@ -160,10 +160,9 @@ async def _run_cluster(settings: ServeSettings) -> None:
         commands = node_commands(settings, environment, cores=cores, core_table=table, weight_store=store)
         _say(f"starting {', '.join(command.name for command in commands)} for {settings.model}")
         ready = await supervisor.start(commands, timeout=settings.start_timeout)
-        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-        for command, line in zip(commands, ready, strict=True):
-            addresses[command.role].append(str(line["address"]))
-        router = router_command(settings, environment, prefill=addresses["prefill"], decode=addresses["decode"])
+        addresses = [str(line["address"]) for line in ready]
+        prefill, decode = addresses[: settings.prefill_nodes], addresses[settings.prefill_nodes :]
+        router = router_command(settings, environment, prefill=prefill, decode=decode)
         [router_line] = await supervisor.start([router], timeout=settings.start_timeout)
         _announce(settings, router_line)
         await supervisor.keep(
@@ -222,7 +221,6 @@ def node_commands(
         commands.append(
             ChildCommand(
                 name=name,
-                role=role,
                 arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NodeOptions)),
                 environment={**shared, **thread_environment(shared, threads)},
                 descriptors=tuple(found for found in (core_table, weight_store) if found is not None),
@@ -240,7 +238,7 @@ def router_command(
         flags += ["--prefill-nodes", ",".join(prefill)]
     flags += ["--stop-timeout", str(settings.stop_timeout / 2)]  # the rest is for ending what then still runs
     arguments = (*_python("router", settings), *flags, *_flags(settings, RouterOptions))
-    return ChildCommand(name="router", role="router", arguments=arguments, environment=environment)
+    return ChildCommand(name="router", arguments=arguments, environment=environment)
 
 
 def successor(command: ChildCommand, ready: ReadyLine) -> ChildCommand:

@@ -1,4 +1,4 @@
-"""Lines on standard error, from the supervisor of processes, whoever reads them."""
+"""Lines on standard error, which never wait for long: the supervisor of processes goes on if its reader is stuck."""
 
 import contextlib
 import select

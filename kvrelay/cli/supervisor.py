@@ -49,7 +49,6 @@ class ChildCommand:
     """One process. `environment` is all that it gets; `descriptors` are the file descriptors that it inherits."""
 
     name: str
-    role: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     descriptors: tuple[int, ...] = ()

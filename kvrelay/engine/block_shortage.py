@@ -5,6 +5,7 @@ Invariant: a sequence for which the pool has enough blocks is never told to lack
 
 from dataclasses import dataclass
 
+from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.sequence import Sequence
 
@@ -38,7 +39,7 @@ def find_shortage(sequence: Sequence, pool: BlockPool, *, num_kept: int) -> Bloc
     """Looks up the blocks of a queued sequence, which holds none. Returns None if the pool has enough for all its
     tokens while `num_kept` are kept for others. Otherwise those that it finds will be the last to be evicted."""
     found = pool.lookup(sequence.block_hashes(sequence.num_cacheable_blocks))
-    num_blocks = -(-sequence.num_tokens // sequence.block_size)
+    num_blocks = num_blocks_for(sequence.num_tokens, sequence.block_size)
     pool.acquire(found)
     num_lacking = num_blocks - len(found) - (pool.num_free - num_kept)
     pool.release(found)

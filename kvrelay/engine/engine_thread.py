@@ -2,9 +2,9 @@
 
 There are no locks. A step's result is handed to the loop when the layers of the next step begin, because these release
 the interpreter; any earlier, the two threads would only wait for each other. Invariant: messages run in the order in
-which they were posted, and results and answers to messages reach the loop in the order in which they were made. Except
-while the cores are left to others, a step lies between the answer to a message and a message posted because of
-it: what the first one changed is on the loop before the second one is answered.
+which they were posted, and results and answers to messages reach the loop in the order in which they were made. If the
+answer to a message makes the loop post another one, a step lies between the two, except while the cores are left to
+others: so what the first one changed is on the loop before the second one is answered.
 """
 
 import asyncio

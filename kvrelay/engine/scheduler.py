@@ -16,6 +16,7 @@ from itertools import chain
 
 from kvrelay.core.config.option_types import SchedulingPolicy
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.block_shortage import BlockShortage, find_shortage
 from kvrelay.engine.in_flight import StepsInFlight
@@ -270,7 +271,7 @@ class Scheduler:
         """Counts the blocks that a running sequence still takes for the tokens that it has: those that its table lacks,
         and a copy of the one that it writes to next, if that is shared. No later one is."""
         size, table = self.config.block_size, sequence.block_table
-        num_blocks = -(-sequence.num_expected_tokens // size)
+        num_blocks = num_blocks_for(sequence.num_expected_tokens, size)
         index = sequence.next_position // size
         copies = index < min(num_blocks, len(table)) and self._pool.ref_count(table[index]) > 1
         return max(0, num_blocks - len(table)) + copies
@@ -328,7 +329,7 @@ class Scheduler:
         to, and how many blocks the table lacks."""
         size = self.config.block_size
         first = sequence.next_position // size
-        end = -(-(sequence.next_position + count) // size)
+        end = num_blocks_for(sequence.next_position + count, size)
         table = sequence.block_table
         shared = [i for i in range(first, min(end, len(table))) if self._pool.ref_count(table[i]) > 1]
         return shared, max(0, end - len(table))
@@ -348,12 +349,12 @@ class Scheduler:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
         too few for a queued sequence `beside` it, or for the later chunks of running prompts, which would be
         preempted."""
-        kept = 0 if beside is None else -(-beside.num_tokens // self.config.block_size)
+        kept = 0 if beside is None else num_blocks_for(beside.num_tokens, self.config.block_size)
         if not self._has_blocks_for(sequence, num_kept=self._num_kept_blocks() + kept):
             return False
         self._take_cached_blocks(sequence)
-        num_new = -(-sequence.num_given_tokens // self.config.block_size) - len(sequence.block_table)
-        blocks = self._pool.allocate(num_new)
+        num_blocks = num_blocks_for(sequence.num_given_tokens, self.config.block_size)
+        blocks = self._pool.allocate(num_blocks - len(sequence.block_table))
         assert blocks is not None, "there were blocks for all its tokens"
         sequence.block_table.extend(blocks)
         return True

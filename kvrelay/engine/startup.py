@@ -125,22 +125,22 @@ def default_threads() -> int:
 
 
 def planned_device(options: EngineOptions) -> torch.device:
-    """Returns the device that `prepare_engine` will choose. Raises ConfigurationError if it cannot be used."""
-    device, _ = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
+    """Returns the device for an engine of these options, and logs why it is that one. Raises ConfigurationError if the
+    device that they ask for cannot be used."""
+    device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
+    _logger.info("device %s (asked for: %s): %s", device, options.device, reason)
     return device
 
 
-def prepare_engine(options: EngineOptions) -> PreparedEngine:
-    """Loads the model on as many threads as the options say, or `default_threads`, and sizes the pool. Raises
-    ModelLoadError or ConfigurationError."""
+def prepare_engine(options: EngineOptions, device: torch.device | None = None) -> PreparedEngine:
+    """Loads the model on as many threads as the options say, or `default_threads`, and sizes the pool. `device` is the
+    `planned_device` of these options; None chooses it now. Raises ModelLoadError or ConfigurationError."""
     with threads_kept():
         use_threads(options.threads or default_threads(), torch_multiplies=True)
-        return _prepare(options)
+        return _prepare(options, planned_device(options) if device is None else device)
 
 
-def _prepare(options: EngineOptions) -> PreparedEngine:
-    device, reason = choose_device(options.device, look_at_machine, cpu_only=_cpu_only(options))
-    _logger.info("device %s (asked for: %s): %s", device, options.device, reason)
+def _prepare(options: EngineOptions, device: torch.device) -> PreparedEngine:
     options = options.sized_for(device)
     attention = _attention(options, device, _head_dim(options, device))
     _logger.info("loading %s", options.model)

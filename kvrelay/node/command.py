@@ -11,21 +11,20 @@ from kvrelay.core.process.extras import ENGINE_MODULES, require_extra
 from kvrelay.core.process.interruptible import interruptible_imports
 
 if TYPE_CHECKING:
-    from kvrelay.node.node import Node
     from kvrelay.node.server import Service
 
 
-def run_node(role: str, import_service: "Callable[[], Callable[[Node], Service]]") -> int:
-    """Runs a node as the arguments say until it is told to stop; returns the exit status. `import_service` imports the
-    class of its service, which brings the engine with it, and returns it."""
+def run_node(command: str, import_service: "Callable[[], type[Service]]") -> int:
+    """Runs the node of `kvrelay COMMAND` as the arguments say until it is told to stop; returns the exit status.
+    `import_service` imports the class of its service, which brings the engine with it, and returns it."""
     with interruptible_imports():
         from kvrelay.core.config.settings import load_settings
-        from kvrelay.node.settings import SETTINGS_OF_ROLE
+        from kvrelay.node.settings import SETTINGS_OF_COMMAND
 
-    settings = load_settings(SETTINGS_OF_ROLE[role], sys.argv[1:], prog=f"kvrelay {role}")
-    require_extra("engine", ENGINE_MODULES, purpose=f"a {role} node")
+    settings = load_settings(SETTINGS_OF_COMMAND[command], sys.argv[1:], prog=f"kvrelay {command}")
+    require_extra("engine", ENGINE_MODULES, purpose=f"a {command} node")
     with interruptible_imports():
         from kvrelay.node.process import main
 
-        make_service = import_service()
-    return main(role, make_service, settings)
+        service = import_service()
+    return main(service, settings)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import uvloop
 
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.node_report import NodeRole
 from kvrelay.core.process.lifecycle import StopSignals, announce_ready
 from kvrelay.core.process.listening import address_of, check_port
 from kvrelay.core.process.logs import configure_logging
@@ -35,24 +36,22 @@ class _ThreadLeftError(Exception):
         self.status = status
 
 
-def main(role: str, make_service: Callable[[Node], Service], settings: NodeSettings) -> int:
-    """Runs a node until it is told to stop; returns the exit status."""
-    configure_logging(settings.node_id or role, settings.log_level)
+def main(service: type[Service], settings: NodeSettings) -> int:
+    """Runs a node with this service until it is told to stop; returns the exit status."""
+    configure_logging(settings.node_id or service.role.value, settings.log_level)
     try:
         with _exit_timer() as end_soon:
-            return uvloop.run(_run(settings, role, make_service, end_soon))
+            return uvloop.run(_run(settings, service, end_soon))
     except _ThreadLeftError as left:
         _logger.info("%s", left)
         os._exit(left.status)
 
 
-async def _run(
-    settings: NodeSettings, role: str, make_service: Callable[[Node], Service], end_soon: Callable[[], None]
-) -> int:
+async def _run(settings: NodeSettings, service: type[Service], end_soon: Callable[[], None]) -> int:
     """Serves, and logs why that ends: here, since a transfer that hangs may keep the loop from its end, for as long as
     `end_soon` lets it."""
     try:
-        return await _serve(settings, role, make_service)
+        return await _serve(settings, service)
     except KVRelayError as error:
         _logger.critical("%s", error)
         return 1
@@ -60,11 +59,11 @@ async def _run(
         end_soon()
 
 
-async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node], Service]) -> int:
+async def _serve(settings: NodeSettings, service: type[Service]) -> int:
     signals = StopSignals(supervised=settings.supervised)
     check_port(settings.host, settings.port, flag="--port")  # before the model is loaded, which may take minutes
-    node = await _build_unless_stopped(settings, role, signals.stop)
-    server = NodeServer(node, make_service(node))
+    node = await _build_unless_stopped(settings, service.role, signals.stop)
+    server = NodeServer(node, service(node))
     crashed = False
     try:
         port = await server.start(settings.host, settings.port)
@@ -72,7 +71,7 @@ async def _serve(settings: NodeSettings, role: str, make_service: Callable[[Node
         address = address_of(settings.host, port)
         if not signals.stop.is_set():
             pool = {"num_host_blocks": node.num_host_blocks} if node.num_host_blocks else {}
-            announce_ready(role=role, address=address, node_id=node.identity.node_id, **pool)
+            announce_ready(role=service.role.value, address=address, node_id=node.identity.node_id, **pool)
             _logger.info("%s is ready on %s", node.identity.node_id, address)
         crashed = await first_of(signals.stop.wait(), node.crashed.wait()) == 1
         if not crashed:
@@ -106,7 +105,7 @@ def _exit_timer() -> Iterator[Callable[[], None]]:
         timer.cancel()
 
 
-async def _build_unless_stopped(settings: NodeSettings, role: str, stop: asyncio.Event) -> Node:
+async def _build_unless_stopped(settings: NodeSettings, role: NodeRole, stop: asyncio.Event) -> Node:
     """Returns the node, or raises _ThreadLeftError when `stop` is set first."""
     building = asyncio.create_task(build_node(settings, role))
     await first_of(building, stop.wait())

@@ -38,6 +38,8 @@ class Service(Protocol):
     name: str
     role: NodeRole
 
+    def __init__(self, node: Node) -> None: ...
+
     def attach(self, server: grpc.aio.Server) -> None: ...
 
     def start(self) -> None:

@@ -29,7 +29,9 @@ class NodeOptions(ProcessSettings):
     """The settings that are the same for all nodes of a cluster; `kvrelay serve` has them for its nodes, too."""
 
     dtype: DTypeName = Field(
-        default="auto", description="Data type of weights, and of KV unless that is fp8; auto takes the checkpoint's."
+        default="auto",
+        description="Data type of weights, and of KV unless that is fp8; auto takes the checkpoint's, but on a CPU "
+        "float32 for float16.",
     )
     kv_cache_dtype: KVCacheDType = Field(
         default="auto",
@@ -64,9 +66,9 @@ class NodeOptions(ProcessSettings):
     connector: ConnectorSetting = Field(
         default=AUTO,
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
-        "order, such as ucx,redis: each is asked for what those before it cannot provide. auto: shared_memory on "
-        "loopback (and so with kvrelay serve); otherwise shared_memory,ucx if ucxx is installed and there is a cluster "
-        "secret, else redis; never one that fails its self-test at the start.",
+        "order, such as ucx,redis: each is asked for what those before it cannot provide, redis after every node that "
+        "has it. auto: shared_memory on loopback (and so with kvrelay serve); otherwise shared_memory,ucx if ucxx is "
+        "installed and there is a cluster secret, else redis; never one that fails its self-test at the start.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
@@ -211,4 +213,4 @@ class DecodeSettings(NodeSettings):
     """
 
 
-SETTINGS_OF_ROLE: Mapping[str, type[NodeSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}
+SETTINGS_OF_COMMAND: Mapping[str, type[NodeSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}

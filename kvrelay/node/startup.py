@@ -19,6 +19,7 @@ from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemory
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.model.directory import resolve_model_directory
 from kvrelay.core.model.vocabulary import vocabulary_digest
+from kvrelay.core.node_report import NodeRole
 from kvrelay.core.process.core_table import CoreShare, CoreTable
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
@@ -38,15 +39,17 @@ _LOOPBACK = "127.0.0.1"  # the only address of loopback that UCX finds an interf
 _LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback sends no KV over the network
 
 
-async def build_node(settings: NodeSettings, role: str) -> Node:
+async def build_node(settings: NodeSettings, role: NodeRole) -> Node:
     """Loads the model and returns a node around it. Called on the node's loop, before the node serves. If it is
     cancelled, it closes what it has opened, but its thread goes on loading. Raises ModelLoadError or
     ConfigurationError."""
+    options = _engine_options(settings)
+    device = await asyncio.to_thread(planned_device, options)
     prefill_rate = PrefillRate()
-    transfers = await _transfers(settings, prefill_rate)
+    transfers = await _transfers(settings, device, prefill_rate)
     try:
         vocabulary = await asyncio.to_thread(_vocabulary, settings.model)
-        prepared = await _prepare_apart(_engine_options(settings))
+        prepared = await _prepare_apart(options, device)
         return _join(settings, role, prepared, transfers, prefill_rate, vocabulary)
     except BaseException:
         await transfers.connector.close()  # its memory may be a file
@@ -64,14 +67,14 @@ class _Transfers:
 
 def _join(
     settings: NodeSettings,
-    role: str,
+    role: NodeRole,
     prepared: PreparedEngine,
     transfers: _Transfers,
     prefill_rate: PrefillRate,
     vocabulary: bytes,
 ) -> Node:
     layout, size = prepared.layout, prepared.size
-    node_id = settings.node_id or f"{role}-{socket.gethostname()}-{secrets.token_hex(3)}"
+    node_id = settings.node_id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(3)}"
     epoch = secrets.randbits(63) | 1
     plan = PoolPlan(layout, size.num_blocks, int(settings.kv_staging_gib * 2**30), node_id, epoch)
     pool = transfers.make_pool(plan, prepared.device)
@@ -110,12 +113,12 @@ def _vocabulary(model: str) -> bytes:
     return vocabulary_digest(resolve_model_directory(model))
 
 
-async def _prepare_apart(options: EngineOptions) -> PreparedEngine:
+async def _prepare_apart(options: EngineOptions, device: torch.device) -> PreparedEngine:
     """Prepares the engine on a thread that ends. Torch's OpenMP keeps helper threads for every thread that has computed
     in parallel, and libgomp counts them: if there are more than cores, the helpers of an engine that multiplies with
     torch sleep at each barrier of a step instead of spinning."""
     loading = ThreadPoolExecutor(1, thread_name_prefix="load")
-    prepared = loading.submit(prepare_engine, options)
+    prepared = loading.submit(prepare_engine, options, device)
     loading.shutdown(wait=False)  # the thread ends when the engine is prepared
     return await asyncio.wrap_future(prepared)
 
@@ -132,7 +135,7 @@ def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
 
 
-async def _transfers(settings: NodeSettings, prefill_rate: PrefillRate) -> _Transfers:
+async def _transfers(settings: NodeSettings, device: torch.device, prefill_rate: PrefillRate) -> _Transfers:
     """Returns the transfers through the connectors that are set, or chosen, and pass their self-test."""
     connector_settings = _connector_settings(settings)
 
@@ -152,7 +155,7 @@ async def _transfers(settings: NodeSettings, prefill_rate: PrefillRate) -> _Tran
 
     choice = await choose_working(choose, check)
     _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
-    direct = await _direct(settings, choice.names, connector_settings)
+    direct = await _direct(settings, device, choice.names, connector_settings)
     if direct:
         device_tiers = TieredConnector([create_direct(name, connector_settings) for name in direct])
         return _Transfers(device_tiers, partial(make_direct_pool, device_tiers))
@@ -163,10 +166,10 @@ async def _transfers(settings: NodeSettings, prefill_rate: PrefillRate) -> _Tran
 
 
 async def _direct(
-    settings: NodeSettings, names: Sequence[str], connector_settings: ConnectorSettings
+    settings: NodeSettings, device: torch.device, names: Sequence[str], connector_settings: ConnectorSettings
 ) -> tuple[str, ...]:
     """Returns the connectors that move KV from device to device; none for a node without a GPU, or one that stages."""
-    if settings.kv_device_transfer == "staged" or planned_device(_engine_options(settings)).type == "cpu":
+    if settings.kv_device_transfer == "staged" or device.type == "cpu":
         return ()
     from kvrelay.node.cuda_pool import cuda_scratch, problem_with_direct
 

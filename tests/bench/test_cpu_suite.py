@@ -17,7 +17,7 @@ from bench.cpu.report import Result, Values, add_result, read_results, report, v
 from bench.cpu.targets import MEASUREMENTS, Comparison, Part, Target
 from bench.peers.__main__ import PeersSettings, as_json
 from bench.peers.compare import Findings, Measurement, ratios
-from bench.peers.workloads import WORKLOADS, Figure, figures_of
+from bench.peers.workloads import WORKLOADS, ComparedFigure, figures_of
 from kvrelay.core.config.settings import load_settings
 from tests.bench.records import record, run_of
 
@@ -71,8 +71,8 @@ def test_what_is_whole_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_what_a_comparison_writes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measured = [Measurement("we", 0, "A", Figure("TTFT p50, ms", 1.0), ("too few",))] * 2
-    measured.append(Measurement("they", 0, "A", Figure("TTFT p50, ms", 4.0)))
+    measured = [Measurement("we", 0, "A", ComparedFigure("TTFT p50, ms", 1.0), ("too few",))] * 2
+    measured.append(Measurement("they", 0, "A", ComparedFigure("TTFT p50, ms", 4.0)))
     findings = Findings(print, measured)
     body = as_json(PeersSettings(peer="llama-cpp"), findings, ratios(measured, "we", "they"), is_complete=True)
     commands: list[Sequence[str]] = []

@@ -25,8 +25,8 @@ from bench.gpu.measure import Rates, Repeat, Stopwatch, measure_rates, never_wai
 from bench.gpu.model_cases import KINDS, model_tasks
 from bench.gpu.report import Record, Result, read_records, table
 from bench.gpu.task import Task, run_tasks
+from bench.local_cluster import ClusterAddress
 from bench.random_model import write_random_model
-from kvrelay.cli.local_cluster import ClusterAddress
 from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.models.model_config import load_model_config

@@ -28,7 +28,7 @@ from bench.peers.processes import await_rest, run, started
 from bench.peers.vllm_cpu import VllmCpu
 from bench.peers.vllm_nixl import FEW_CORES
 from bench.peers.worker_kvrelay import figures_of_job
-from bench.peers.workloads import Figure, settings_of, vocabulary_settings
+from bench.peers.workloads import ComparedFigure, settings_of, vocabulary_settings
 from bench.random_model import kept_model, write_byte_tokenizer, write_random_model
 from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
@@ -91,7 +91,7 @@ def test_a_scaled_load_has_enough_requests_to_run_at_a_time(scale: float) -> Non
 def test_ratios_are_of_the_same_round() -> None:
     values = {("ours", 0): 20.0, ("theirs", 0): 10.0, ("theirs", 1): 40.0, ("ours", 1): 20.0}
     measured = [
-        Measurement(engine, number, "B", Figure("output tokens/s", value, higher_is_better=True))
+        Measurement(engine, number, "B", ComparedFigure("output tokens/s", value, higher_is_better=True))
         for (engine, number), value in values.items()
     ]
     [ratio] = ratios(measured, "ours", "theirs")

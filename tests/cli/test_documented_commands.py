@@ -13,13 +13,13 @@ from kvrelay.cli.client import ChatSettings, CompleteSettings, StatusSettings
 from kvrelay.cli.serve import ServeSettings
 from kvrelay.core.config.fields import flag_of, variable_of
 from kvrelay.core.config.settings import ProcessSettings, load_settings
-from kvrelay.node.settings import SETTINGS_OF_ROLE, NodeSettings
+from kvrelay.node.settings import SETTINGS_OF_COMMAND, NodeSettings
 from router.settings import RouterSettings
 from tests.pages import DOCS, ROOT, rows, section
 
 SETTINGS: Mapping[str, type[ProcessSettings]] = {
     "serve": ServeSettings,
-    **SETTINGS_OF_ROLE,
+    **SETTINGS_OF_COMMAND,
     "router": RouterSettings,
     "complete": CompleteSettings,
     "chat": ChatSettings,

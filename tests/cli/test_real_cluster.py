@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.local_cluster import local_cluster
 from bench.random_model import write_random_model
 from kvrelay.bench.command import bench
 from kvrelay.cli import client
-from kvrelay.cli.local_cluster import local_cluster
 from kvrelay.core.errors import UnavailableError
 from tests.e2e.processes import processes_of
 

@@ -83,8 +83,8 @@ sys.stdin.buffer.read()
 """
 
 
-def child(name: str, script: str, *, role: str = "node", arguments: Sequence[str] = ()) -> ChildCommand:
-    return ChildCommand(name, role, (sys.executable, "-I", "-S", "-c", script, *arguments), dict(os.environ))
+def child(name: str, script: str, *, arguments: Sequence[str] = ()) -> ChildCommand:
+    return ChildCommand(name, (sys.executable, "-I", "-S", "-c", script, *arguments), dict(os.environ))
 
 
 async def wait_until_gone(*process_ids: int) -> None:
@@ -120,7 +120,7 @@ async def test_groups_end_in_reverse_order() -> None:
 
     async with Supervisor(stop_timeout=5) as supervisor:
         await supervisor.start([child("node", SERVE)], timeout=20)
-        await supervisor.start([child("router", SERVE, role="router")], timeout=20)
+        await supervisor.start([child("router", SERVE)], timeout=20)
         for one in supervisor.children:
             one.ended.add_done_callback(functools.partial(note, one.command.name))
     assert ended == ["router", "node"]
@@ -162,7 +162,7 @@ async def cancelled_stop(supervisor: Supervisor, *, times: int = 1) -> None:
 async def test_cancelling_the_orderly_end_has_children_end_without_draining() -> None:
     supervisor = Supervisor(stop_timeout=3600)
     await supervisor.start([child("node", DRAIN)], timeout=20)
-    await supervisor.start([child("router", DRAIN, role="router")], timeout=20)
+    await supervisor.start([child("router", DRAIN)], timeout=20)
     await cancelled_stop(supervisor)
     assert [one.ended.result() for one in supervisor.children] == [0, 0], "a killed node would leave its pool behind"
 
@@ -355,7 +355,7 @@ from kvrelay.cli.supervisor import ChildCommand, Supervisor
 async def main() -> None:
     command = (sys.executable, "-I", "-S", "-c", {SERVE!r})
     async with Supervisor(stop_timeout=5) as supervisor:
-        children = [ChildCommand(name, "node", command, dict(os.environ)) for name in ("a", "b")]
+        children = [ChildCommand(name, command, dict(os.environ)) for name in ("a", "b")]
         ready = await supervisor.start(children, timeout=20)
         print(json.dumps([int(str(line["address"])) for line in ready]), flush=True)
         await asyncio.Event().wait()

@@ -178,7 +178,7 @@ async def cluster(
     prefilled on decode nodes unless `policy` says so."""
     servers: dict[str, NodeServer] = {}
     nodes: list[Node] = []
-    addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+    addresses: dict[NodeRole, list[str]] = {role: [] for role in NodeRole}
     values = {
         "model": str(model),
         "dtype": "float32",
@@ -188,17 +188,21 @@ async def cluster(
         **settings,
     }
     try:
-        for role, count in (("prefill", prefill_nodes), ("decode", decode_nodes)):
+        for role, count in ((NodeRole.PREFILL, prefill_nodes), (NodeRole.DECODE, decode_nodes)):
             for index in range(count):
-                own = {"node_id": f"{role}-{index}", **(decode_settings if role == "decode" else {})}
+                own = {"node_id": f"{role.value}-{index}", **(decode_settings if role is NodeRole.DECODE else {})}
                 node = await build_node(NodeSettings.model_validate({**values, **own}), role)
-                service = PrefillService(node) if role == "prefill" else DecodeService(node)
+                service = PrefillService(node) if role is NodeRole.PREFILL else DecodeService(node)
                 server = NodeServer(node, service)
                 servers[node.identity.node_id] = server
                 nodes.append(node)
                 addresses[role].append(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
         registry = Registry(
-            addresses["prefill"], addresses["decode"], KVIndex(capacity=100_000), timeout=5.0, silence=5.0
+            addresses[NodeRole.PREFILL],
+            addresses[NodeRole.DECODE],
+            KVIndex(capacity=100_000),
+            timeout=5.0,
+            silence=5.0,
         )
         registry.start()
         async with asyncio.timeout(20.0):

@@ -65,7 +65,7 @@ async def test_transfers_staged_through_the_host_change_no_token(
 async def test_direct_transfers_between_devices_change_no_token(
     direct: str, model: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def choose(settings: object, names: object, connector_settings: object) -> tuple[str, ...]:
+    async def choose(*_: object) -> tuple[str, ...]:
         return tuple(direct.split(","))
 
     monkeypatch.setattr(startup, "_direct", choose)

@@ -32,7 +32,7 @@ def test_why_a_node_ends_is_logged_before_its_loop_waits_for_what_is_left(
 
     monkeypatch.setattr(process, "_serve", serve)
     monkeypatch.setattr(process, "configure_logging", lambda *_: None)
-    assert process.main("decode", DecodeService, NodeSettings(model="m")) == 1
+    assert process.main(DecodeService, NodeSettings(model="m")) == 1
     assert [record.message for record in caplog.records] == ["blocks do not arrive", "the loop waits"]
 
 
@@ -63,5 +63,5 @@ def test_a_loop_that_does_not_end_is_not_waited_for(
     monkeypatch.setattr(process, "_serve", serve)
     monkeypatch.setattr(process, "configure_logging", lambda *_: None)
     monkeypatch.setattr(process, "_CLOSE_SECONDS", 0.05)
-    process.main("decode", DecodeService, NodeSettings(model="m"))
+    process.main(DecodeService, NodeSettings(model="m"))
     assert statuses == [1] and "ended without closing" in caplog.text

@@ -8,6 +8,7 @@ import torch
 
 from decode_node.service import DecodeService
 from kv_connector.base import HostConnector
+from kvrelay.core.node_report import NodeRole
 from kvrelay.node import pool, startup
 from kvrelay.node.pool import NodePool, PoolPlan
 from kvrelay.node.settings import NodeSettings
@@ -44,7 +45,7 @@ async def test_settings_reach_the_engine_its_fetches_and_its_pool(
         "fetch_timeout": 7.0,
         "kv_staging_gib": 1.5,
     }
-    node = await startup.build_node(NodeSettings.model_validate(given), "decode")
+    node = await startup.build_node(NodeSettings.model_validate(given), NodeRole.DECODE)
     async with serving(DecodeService, node):
         config, fetches = node.engine_config, node._reception
         assert (config.policy, config.max_num_seqs, config.block_size, config.max_model_len) == ("priority", 3, 8, 200)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import torch
 
 from kv_connector.base import FetchOutcome, HostConnector
 from kv_connector.tiered import TieredConnector
@@ -29,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 async def connector_of(server: RedisServer, names: str, rate: PrefillRate) -> TieredConnector[HostConnector]:
     given = {"model": "m", "connector": names, "redis_url": server.url, "redis_ttl": TTL}
     settings = NodeSettings.model_validate(given)
-    connector = (await startup._transfers(settings, rate)).connector
+    connector = (await startup._transfers(settings, torch.device("cpu"), rate)).connector
     assert isinstance(connector, TieredConnector)
     return connector
 

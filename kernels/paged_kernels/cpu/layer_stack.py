@@ -71,8 +71,8 @@ class LayerStack:
         self._stack = _native.LayerStack(final_norm, eps, scale, num_heads, num_kv_heads, head_dim)
         for layer in layers:
             self._stack.add(
-                layer.qkv, layer.output, layer.gate_up, layer.down, layer.input_norm, layer.norm, layer.query_norm,
-                layer.key_norm, layer.window or 0,
+                qkv=layer.qkv, output=layer.output, gate_up=layer.gate_up, down=layer.down, input_norm=layer.input_norm,
+                norm=layer.norm, query_norm=layer.query_norm, key_norm=layer.key_norm, window=layer.window or 0,
             )  # fmt: skip
 
     def __call__(

@@ -39,4 +39,9 @@ class KVLayout:
         return f"{arrangement}/{self.scales_digest}" if self.scales_digest else arrangement
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return num_blocks_for(num_tokens, self.block_size)
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Counts the blocks that a sequence of so many tokens needs; the last one may be partial."""
+    return -(-num_tokens // block_size)

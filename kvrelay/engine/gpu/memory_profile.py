@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
-from kvrelay.core.kv.layout import KVLayout
+from kvrelay.core.kv.layout import KVLayout, num_blocks_for
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.gpu.step_graphs import step_shapes
@@ -126,7 +126,7 @@ def _prompt(num_new: int, length: int, block_size: int, *, num_rows: int, all_st
     return ScheduledSequence(
         token_ids=(0,) * num_new,
         start=length - num_new,
-        block_table=(0,) * -(-length // block_size),
+        block_table=(0,) * num_blocks_for(length, block_size),
         rows=(row,) * num_rows,
         prompt_logprobs=(MAX_LOGPROBS, (0,) * (num_new - 1)) if all_stay else None,
     )

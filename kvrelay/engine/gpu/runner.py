@@ -16,6 +16,7 @@ from paged_kernels.base import AttentionMetadata, LastTokens
 from torch import Tensor
 
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.engine.gpu.logprobs import LaunchedLogprobs, launch_logprobs
 from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler, LaunchedSampling
@@ -60,7 +61,7 @@ class GpuRunner:
         self._kv_pool = kv_pool
         self._limits = limits
         self._block_size = kv_pool.shape[4]
-        self._table_width = -(-limits.max_model_len // self._block_size)
+        self._table_width = num_blocks_for(limits.max_model_len, self._block_size)
         # What the previous step sampled, one token for each row of its plan; -1 for a row that failed.
         self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=kv_pool.device)
         # Memory that recorded steps read: their inputs, and block tables of the greatest width. A step fills only the

@@ -16,15 +16,19 @@ from kvrelay.engine.layers.prequantized_linear import PrequantizedLinear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
+    from paged_kernels._native import Projection
     from paged_kernels.cpu.layer_stack import LayerStack, StackedLayer
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The weights of one decoder layer. `linears` are packed: query, key and value; the attention's output; gate and
-    up; down. `window` is how many tokens a query sees, None for all."""
+    """The weights of one decoder layer, with its linear layers packed. `qkv` computes query, key and value, `output`
+    the attention's output, and `gate_up` gate and up. `window` is how many tokens a query sees, None for all."""
 
-    linears: tuple[LinearLayer, ...]
+    qkv: LinearLayer
+    output: LinearLayer
+    gate_up: LinearLayer
+    down: LinearLayer
     input_norm: Tensor
     norm: Tensor
     query_norm: Tensor | None
@@ -67,15 +71,10 @@ def layer_stack(
 
 
 def _stacked(layer: LayerParts) -> "StackedLayer | None":
-    from paged_kernels.cpu.layer_stack import StackedLayer, projection
+    from paged_kernels.cpu.layer_stack import StackedLayer
 
-    made = [
-        projection(_weight(linear), linear.bias)
-        if isinstance(linear, Linear | QuantizedLinear | PrequantizedLinear)
-        else None
-        for linear in layer.linears
-    ]
-    qkv, output, gate_up, down = made
+    qkv, output = _projection(layer.qkv), _projection(layer.output)
+    gate_up, down = _projection(layer.gate_up), _projection(layer.down)
     if qkv is None or output is None or gate_up is None or down is None:
         return None
     return StackedLayer(
@@ -89,6 +88,14 @@ def _stacked(layer: LayerParts) -> "StackedLayer | None":
         key_norm=layer.key_norm,
         window=layer.window,
     )
+
+
+def _projection(linear: LinearLayer) -> "Projection | None":
+    from paged_kernels.cpu.layer_stack import projection
+
+    if isinstance(linear, Linear | QuantizedLinear | PrequantizedLinear):
+        return projection(_weight(linear), linear.bias)
+    return None
 
 
 def _weight(linear: Linear | QuantizedLinear | PrequantizedLinear) -> Tensor | PackedWeight | QuantizedWeight | None:

@@ -141,7 +141,10 @@ class DecoderLayer:
     def parts(self) -> LayerParts:
         attention = self.attention
         return LayerParts(
-            linears=self.linear_layers(),
+            qkv=attention.qkv,
+            output=attention.output,
+            gate_up=self.mlp.gate_up,
+            down=self.mlp.down,
             input_norm=self.input_norm,
             norm=self.post_attention_norm,
             query_norm=attention.query_norm,
