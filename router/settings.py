@@ -104,7 +104,9 @@ class RouterSettings(RouterOptions):
     """
 
     model: CliPositionalArg[str] = Field(
-        default="", description="Hugging Face directory (or cached hub name) of the model; only its tokenizer is read."
+        default="",
+        description="Hugging Face directory (or cached hub name) of the model; only its tokenizer and config.json are "
+        "read.",
     )
     prefill_nodes: tuple[HostPort, ...] = Field(
         default=(), description="Prefill nodes as host:port; with none, decode nodes do their own prefill."

@@ -1,4 +1,4 @@
-"""Logs that something that every request uses fails, and that it works again, but not what fails meanwhile.
+"""Logs when something that many requests share begins to fail, and when it works again; not each failure in between.
 
 Invariant: however often something fails and works in turn, it makes at most two lines in `_CALM_SECONDS`.
 """

@@ -1,4 +1,4 @@
-"""Values of which every token takes several."""
+"""Dataclasses that are cheap to make, for values of which every token takes several."""
 
 from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform

@@ -1,7 +1,8 @@
 """What has happened to a request and was not handled yet: mostly tokens that its client has not taken. Inboxes share a
 limit.
 
-Invariant: all inboxes together have at most `max_items`, and one more for each that was too full.
+Invariant: all inboxes together have at most `max_items`. Beyond that the fullest one is emptied, and its owner puts in
+one more item, which ends the request.
 """
 
 import asyncio

@@ -16,8 +16,9 @@ request here:
    than `node_wait`, the request ends with GivenUpError; when the router stops before it knows, with UnavailableError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
-A token is a function of the seed, the output index and all tokens before it, never of the node that samples it. So the
-client gets the tokens it would have had without the loss, with no gap and no repetition.
+A token is a function of its logits, the seed, the output index and all tokens before it, never of the node that samples
+it. So there is no gap and no repetition, and where logits have the same bits on all nodes (docs/cpu.md, The same bits),
+the client gets the tokens it would have had without the loss.
 
 Everything that happens, including the deadline and an abort, is put into one inbox as the call that handles it, and
 handled in order. Invariant: the events end with exactly one of RequestTrace, a KVRelayError, or the consumer's close,

@@ -40,7 +40,7 @@ class HangingService(DecodeService):
 
 process._CLOSE_SECONDS = 5.0
 settings = load_settings(NodeSettings, sys.argv[1:], prog="kvrelay decode")
-sys.exit(process.main("decode", HangingService, settings))
+sys.exit(process.main(HangingService, settings))
 """
 
 

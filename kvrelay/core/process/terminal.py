@@ -1,4 +1,4 @@
-"""What others say, on a person's terminal."""
+"""Makes text of others, such as a server's, safe for a person's terminal."""
 
 import io
 import sys
