@@ -88,12 +88,11 @@ class NodeStats:
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedBlocks:
-    """Blocks of one prompt that a node fetched from `holder`: the first one did not pass verification, and those behind
-    it may have been computed from it."""
+class RefusedBlock:
+    """A block that a node fetched from `holder`, and that did not pass verification."""
 
     holder: KVSource
-    names: tuple[BlockHash, ...]
+    name: BlockHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,41 +36,47 @@ class BlockNames:
 
     def name_full_blocks(self, sequence: Sequence, *, num_written_tokens: int = 0) -> None:
         """Names the full blocks among the computed tokens and the `num_written_tokens` after them, which a step in
-        flight has written."""
+        flight has written. What comes of a tainted block gets no name."""
         num_full = (sequence.num_computed_tokens + num_written_tokens) // self._block_size
         if num_full == sequence.num_named_blocks:
             return
-        block_hashes = sequence.block_hashes(num_full)
-        for index in range(sequence.num_named_blocks, num_full):
-            self._name(sequence, index, block_hashes[index], self._block_size)
+        if not self._pool.has_tainted(sequence.block_table):
+            block_hashes = sequence.block_hashes(num_full)
+            for index in range(sequence.num_named_blocks, num_full):
+                parent = block_hashes[index - 1] if index else None
+                self._name(sequence, index, block_hashes[index], parent, self._block_size)
         sequence.num_named_blocks = num_full
 
     def name_tail(self, sequence: Sequence) -> None:
         """Names the partial last block of the given tokens, if there is one."""
         tail = sequence.given_tail()
-        if tail is not None:
-            self._name(sequence, len(sequence.block_table) - 1, *tail)
+        if tail is not None and not self._pool.has_tainted(sequence.block_table):
+            block_hash, num_tokens = tail
+            index = len(sequence.block_table) - 1
+            parent = sequence.block_hash(index - 1) if index else None
+            self._name(sequence, index, block_hash, parent, num_tokens)
 
     def offer_hits(self, sequence: Sequence) -> None:
-        """Offers the blocks that a PRODUCE request has found by name, if `publish_hits` is set, and that have it still.
-        Called before its first progress is reported."""
+        """Offers the blocks that a PRODUCE request has found by name, if `publish_hits` is set, up to the first that is
+        not to be found any more. Called before its first progress is reported."""
         if not self._publish_hits:
             return
         num_hits = sequence.num_cached_tokens // self._block_size
         for block_id, block_hash in zip(sequence.block_table, sequence.block_hashes(num_hits), strict=False):
-            if self._pool.find(block_hash) == block_id and not self._pool.is_distrusted(block_id):
-                self._offer(NamedBlock(block_id, block_hash, self._block_size))
+            if self._pool.find(block_hash) != block_id or self._pool.is_distrusted(block_id):
+                return
+            self._offer(NamedBlock(block_id, block_hash, self._block_size))
 
-    def _name(self, sequence: Sequence, index: int, block_hash: BlockHash, num_tokens: int) -> None:
+    def _name(
+        self, sequence: Sequence, index: int, block_hash: BlockHash, parent: BlockHash | None, num_tokens: int
+    ) -> None:
         """Names a computed block. If another block has the name already, the sequence takes that one and releases its
-        own, unless that one is distrusted. What comes of a tainted block gets no name.
+        own, unless that one is distrusted.
         """
-        if self._pool.has_tainted(sequence.block_table):
-            return
         block_id = sequence.block_table[index]
         named_block_id = self._pool.find(block_hash)
         if named_block_id is None:
-            self._pool.register(block_id, block_hash)
+            self._pool.register(block_id, block_hash, parent=parent)
             if self._publish:
                 self._offer(NamedBlock(block_id, block_hash, num_tokens))
             return

@@ -14,7 +14,7 @@ used block, tails before heads, follows RadixAttention (Zheng et al., 2024), sec
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.core.kv.block_hash import BlockHash
 
@@ -26,8 +26,8 @@ class BlockPool:
     constant time per block. Misuse (a reference given back twice, a free block acquired) is our own fault and raises
     AssertionError.
 
-    `on_evict(block_ids)` is called before blocks lose their names, while `hash_of` still knows them, and once before
-    that if they are distrusted while a transfer holds them. It must neither change the pool nor raise.
+    `on_evict(block_ids)` is called before blocks lose their names, while `hash_of` still knows them, and if they are
+    distrusted while transfers hold them, at once and after each of these. It must neither change the pool nor raise.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[Sequence[int]], None]) -> None:
@@ -37,6 +37,7 @@ class BlockPool:
         self._pins = [0] * num_blocks
         self._block_hashes: list[BlockHash | None] = [None] * num_blocks
         self._index: dict[BlockHash, int] = {}
+        self._parents: dict[BlockHash, BlockHash] = {}  # by name, the name of the block before it
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used next
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._num_cached = 0  # times that a block became evictable
@@ -97,6 +98,8 @@ class BlockPool:
         self._give_back(block_ids, self._pins)
         if self._distrusted:
             self._forget_distrusted()
+            if pinned := self._distrusted.intersection(block_ids):
+                self._on_evict([*pinned])  # what has been published since then
 
     def lookup(self, block_hashes: Sequence[BlockHash]) -> list[int]:
         """Returns the blocks of the longest prefix of `block_hashes` that the pool has. It takes no references: the
@@ -117,15 +120,17 @@ class BlockPool:
         """Tells whether a block is distrusted that still has its name."""
         return block_id in self._distrusted
 
-    def register(self, block_id: int, block_hash: BlockHash) -> None:
+    def register(self, block_id: int, block_hash: BlockHash, *, parent: BlockHash | None = None) -> None:
         """Names a block that is in use, not tainted, and whose content is complete. Neither has it a name, nor has
-        another block this one."""
+        another block this one. `parent`: the name of the block before it, if there is one."""
         assert self._is_held(block_id), f"block {block_id} is to be named, but nobody holds it"
         assert block_id not in self._tainted, f"block {block_id} is to be named, but is tainted"
         assert self._block_hashes[block_id] is None, f"block {block_id} is to be named, but has a name"
         assert block_hash not in self._index, f"block {block_id} is to get the name of block {self._index[block_hash]}"
         self._block_hashes[block_id] = block_hash
         self._index[block_hash] = block_id
+        if parent is not None:
+            self._parents[block_hash] = parent
         _note(block_hash, into=self._stored, unless=self._removed)
 
     def distrust(self, block_ids: Iterable[int]) -> None:
@@ -135,11 +140,19 @@ class BlockPool:
         pinned = [block_id for block_id in named - self._distrusted if self._pins[block_id]]
         self._distrusted |= named
         if pinned:
-            self._on_evict(pinned)  # what is being published comes back, until it loses its name with the last pin
+            self._on_evict(pinned)  # what is being published comes back, until the publication is unpinned
         self._forget_distrusted()
 
-    def taint(self, block_ids: Collection[int]) -> None:
-        """Distrusts these blocks, because others have found their content damaged."""
+    def taint(self, block_hash: BlockHash) -> None:
+        """Distrusts the block of that name, whose content others have found damaged, and all behind it. Takes time
+        linear in the number of names."""
+        children: dict[BlockHash, list[BlockHash]] = {}
+        for name, parent in self._parents.items():
+            children.setdefault(parent, []).append(name)
+        names = [block_hash]
+        for name in names:  # which grows
+            names += children.get(name, ())
+        block_ids = [block_id for name in names if (block_id := self._index.get(name)) is not None]
         self.distrust(block_ids)
         self._tainted.update(filter(self._is_held, block_ids))
 
@@ -244,6 +257,7 @@ class BlockPool:
             assert block_hash is not None
             self._block_hashes[block_id] = None
             del self._index[block_hash]
+            self._parents.pop(block_hash, None)
             _note(block_hash, into=self._removed, unless=self._stored)
 
 

@@ -142,9 +142,9 @@ class Engine:
             self._changes.load_changed = True
         self.release_lease(request_id)
 
-    def distrust(self, names: SequenceOf[BlockHash]) -> None:
-        """Has nobody find these blocks any more, nor what the requests that hold them go on to compute."""
-        self.pool.taint([block_id for name in names if (block_id := self.pool.find(name)) is not None])
+    def distrust(self, name: BlockHash) -> None:
+        """Has nobody find a block any more, nor what was or will be computed behind it."""
+        self.pool.taint(name)
 
     def finish(self, request_id: str, index: int) -> None:
         """Ends one output, of which a token was sampled here, with the reason ABORT. The request's other outputs go on.

@@ -1,4 +1,4 @@
-"""The leases of PRODUCE requests: a lease keeps a request's named blocks pinned until it is released.
+"""The leases of PRODUCE requests: a lease keeps the blocks that a request has offered pinned until it is released.
 
 Invariant: a lease pins exactly the leading blocks that it lists. It may outlive its request or end before it.
 """

@@ -1,7 +1,8 @@
 """The engine's state for one output: tokens, block table, counters.
 
 Invariant: the first `num_computed_tokens` tokens have their KV in `block_table`; launched steps write that of the next
-`num_launched_tokens`. The first `num_named_blocks` entries of `block_table` are full and named in the pool.
+`num_launched_tokens`. The first `num_named_blocks` entries of `block_table` are full and named in the pool, unless they
+are distrusted or come of a tainted block.
 """
 
 from array import array

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.kv.block_hash import BlockHash
-from kvrelay.core.node_report import RefusedBlocks
+from kvrelay.core.node_report import RefusedBlock
 from kvrelay.engine.request import EngineLoad
 
-_MOST_REFUSED = 64  # that are replayed: each may have the names of a whole prompt
+_MOST_REFUSED = 64  # that are replayed; of others, the next copy will be refused as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LogUpdate:
     reset: bool
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
-    refused: tuple[RefusedBlocks, ...]
+    refused: tuple[RefusedBlock, ...]
     load: EngineLoad
 
 
@@ -34,7 +34,7 @@ class EventLog:
 
     def __init__(self, load: EngineLoad, *, capacity: int = 1024) -> None:
         self._entries: deque[tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]] = deque(maxlen=capacity)
-        self._refused: deque[tuple[int, RefusedBlocks]] = deque(maxlen=_MOST_REFUSED)  # each with its sequence number
+        self._refused: deque[tuple[int, RefusedBlock]] = deque(maxlen=_MOST_REFUSED)  # each with its sequence number
         self._held: set[BlockHash] = set()
         self._sequence = 0
         self._load = load
@@ -56,7 +56,7 @@ class EventLog:
         self._version += 1
         self._wake_watchers()
 
-    def append_refused(self, refused: RefusedBlocks) -> None:
+    def append_refused(self, refused: RefusedBlock) -> None:
         self._add((), ())
         self._refused.append((self._sequence, refused))
         self._version += 1

@@ -116,14 +116,15 @@ class Ladder:
         offer.is_slow = not (offer.is_slow or ask.is_guess) and _are_those_of_a_slow_link(outcomes)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
             if outcome is FetchOutcome.FETCHED:
-                if not offer.is_doubtful:
-                    self._origins[index] = STORE if ask.source is None else ask.source.node_id
+                self._origins[index] = STORE if ask.source is None else ask.source.node_id
                 continue
             if offer.is_slow and outcome is FetchOutcome.FAILED:
                 continue
             offer.fail(index, outcome)
             if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or there is none
                 self._failures[outcome] += 1
+        if offer.is_doubtful:
+            self._drop_behind(offer)
         before = self.num_leading
         while not self.is_complete and self._origins[self.num_leading] is not None:
             self.num_leading += 1
@@ -138,6 +139,14 @@ class Ladder:
             num_refused=self._failures[FetchOutcome.REFUSED],
             num_failed=self._failures[FetchOutcome.FAILED],
         )
+
+    def _drop_behind(self, offer: _Offer) -> None:
+        """Drops what a node has sent behind a bad block, in this fetch or before."""
+        assert offer.source is not None
+        first = min(index for index, why in offer.failures.items() if why is FetchOutcome.REFUSED)
+        for index in range(first, len(self._origins)):
+            if self._origins[index] == offer.source.node_id:
+                self._origins[index] = None
 
     def _offers(self) -> Iterator[_Offer]:
         """Yields the sources, best first."""

@@ -172,11 +172,11 @@ class Node:
         await self._flush()
         await self._flush()  # distrusted blocks that were being published are reported once they are unpinned
 
-    def distrust(self, names: Sequence[BlockHash]) -> None:
-        """Has nobody find these blocks any more, here or in the store that nodes share, as far as this node has
-        them."""
+    def distrust(self, name: BlockHash) -> None:
+        """Has nobody find a block any more, nor what was computed behind it, here or in the store that nodes share, as
+        far as this node has them."""
         self._outages.failed("sending KV", "others have refused a block of this node, which forgets it")
-        self.engine_thread.post(lambda engine: engine.distrust(names))
+        self.engine_thread.post(lambda engine: engine.distrust(name))
 
     def require_accepting(self) -> None:
         self.require_alive()

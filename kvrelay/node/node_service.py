@@ -79,7 +79,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def Distrust(self, request: node_pb2.DistrustRequest, context: Context) -> node_pb2.DistrustResponse:
         if request.epoch == self._node.identity.epoch:
-            self._node.distrust([BlockHash(name) for name in request.names])
+            self._node.distrust(BlockHash(request.name))
         return node_pb2.DistrustResponse()
 
     async def _changed_or_due(self, log: EventLog, version: int) -> int:
@@ -101,8 +101,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
 
 def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2.WatchResponse]:
-    """Splits an update into messages of bounded size; blocks that were refused together are no more than a prompt's.
-    Only the last one has the sequence number: if the stream breaks before it, the whole update is sent again.
+    """Splits an update into messages of bounded size. Only the last one has the sequence number: if the stream breaks
+    before it, the whole update is sent again.
     """
     num_names = max(len(update.stored), len(update.removed))
     messages = [
@@ -114,8 +114,8 @@ def _messages(epoch: int, update: LogUpdate, *, draining: bool) -> list[node_pb2
         )
         for begin in range(0, max(1, num_names), _NAMES_PER_MESSAGE)
     ]
-    messages[:0] = [node_pb2.WatchResponse(epoch=epoch, refused=[refused_to_wire(each)]) for each in update.refused]
     last = messages[-1]
+    last.refused.extend(map(refused_to_wire, update.refused))
     last.sequence, last.draining = update.sequence, draining
     last.load.CopyFrom(load_to_wire(update.load))
     return messages

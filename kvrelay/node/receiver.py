@@ -14,7 +14,7 @@ from functools import partial
 from kv_connector.base import FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError, KVRelayError
 from kvrelay.core.kv.source import KVSource
-from kvrelay.core.node_report import FetchReport, RefusedBlocks
+from kvrelay.core.node_report import FetchReport, RefusedBlock
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.request import Reservation
@@ -41,7 +41,7 @@ class ReceptionContext:
     block_size: int
     fetch_timeout: float
     patience: float
-    on_refused: Callable[[RefusedBlocks], None]
+    on_refused: Callable[[RefusedBlock], None]
 
 
 class Receiver:
@@ -65,7 +65,7 @@ class Receiver:
         self._first = reservation.num_cached_tokens // context.block_size  # blocks of the prompt that were here already
         self._missing = reservation.missing
         self._ladder = Ladder(len(self._missing))
-        self._refused: set[int] = set()  # blocks of which a copy was reported
+        self._refused: set[int] = set()  # blocks of which a copy was refused
         self._ends_at = ends_at
         self._on_missing = on_missing
         self._quiet = False  # the announcing source has ended, and `on_missing` was not called since
@@ -157,15 +157,13 @@ class Receiver:
         _logger.debug("request %s: %d more leading blocks from %s", self._request_id, num_fetched, _origin(ask))
 
     def _report_refused(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> None:
-        """Reports the first block that its holder, a node, has sent damaged, and the prompt's blocks behind it. If
-        another holder's was refused before, it is rather our own memory that is damaged."""
-        if ask.source is None or FetchOutcome.REFUSED not in outcomes:
-            return
-        first = ask.indices[outcomes.index(FetchOutcome.REFUSED)]
-        if first not in self._refused:
-            self._refused.add(first)
-            names = tuple(block.block_hash for block in self._missing[first:])
-            self._context.on_refused(RefusedBlocks(ask.source, names))
+        """Reports the first block that a node has sent damaged, if there is one: those behind it follow from it. If
+        another source's was refused before, it is rather our own memory that is damaged."""
+        refused = [i for i, outcome in zip(ask.indices, outcomes, strict=True) if outcome is FetchOutcome.REFUSED]
+        new = [index for index in refused if index not in self._refused]
+        self._refused.update(refused)
+        if new and ask.source is not None:
+            self._context.on_refused(RefusedBlock(ask.source, self._missing[new[0]].block_hash))
 
     async def _outcomes(self, ask: Ask) -> Sequence[FetchOutcome]:
         """Fetches and returns one outcome per block of `ask`. Blocks that a holder was recently found not to have are

@@ -310,7 +310,7 @@ class WatchResponse(google.protobuf.message.Message):
         """with the first message, then about once a second"""
 
     @property
-    def refused(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RefusedBlocks]: ...
+    def refused(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RefusedBlock]: ...
     def __init__(
         self,
         *,
@@ -322,7 +322,7 @@ class WatchResponse(google.protobuf.message.Message):
         load: global___NodeLoad | None = ...,
         draining: builtins.bool = ...,
         stats: global___NodeStats | None = ...,
-        refused: collections.abc.Iterable[global___RefusedBlocks] | None = ...,
+        refused: collections.abc.Iterable[global___RefusedBlock] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "stats", b"stats"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["draining", b"draining", "epoch", b"epoch", "load", b"load", "refused", b"refused", "removed", b"removed", "reset", b"reset", "sequence", b"sequence", "stats", b"stats", "stored", b"stored"]) -> None: ...
@@ -330,48 +330,43 @@ class WatchResponse(google.protobuf.message.Message):
 global___WatchResponse = WatchResponse
 
 @typing.final
-class RefusedBlocks(google.protobuf.message.Message):
-    """Blocks of one prompt that this node fetched from `holder`: the first one did not pass verification, and what the holder has of those
-    behind it may have been computed from it.
-    """
+class RefusedBlock(google.protobuf.message.Message):
+    """A block that this node fetched from `holder`, and that did not pass verification."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HOLDER_FIELD_NUMBER: builtins.int
-    NAMES_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.bytes
+    """32-byte block hash"""
     @property
     def holder(self) -> kvrelay.v1.common_pb2.KVSource: ...
-    @property
-    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
         self,
         *,
         holder: kvrelay.v1.common_pb2.KVSource | None = ...,
-        names: collections.abc.Iterable[builtins.bytes] | None = ...,
+        name: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["holder", b"holder"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["holder", b"holder", "names", b"names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "name", b"name"]) -> None: ...
 
-global___RefusedBlocks = RefusedBlocks
+global___RefusedBlock = RefusedBlock
 
 @typing.final
 class DistrustRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    NAMES_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    @property
-    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """32-byte block hashes"""
-
+    name: builtins.bytes
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
-        names: collections.abc.Iterable[builtins.bytes] | None = ...,
+        name: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "names", b"names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "name", b"name"]) -> None: ...
 
 global___DistrustRequest = DistrustRequest
 

@@ -69,8 +69,8 @@ class NodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Distrust(self, request, context):
-        """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
-        content may be damaged. Ignored by a process of another epoch. Idempotent.
+        """Has nobody find a block any more, nor what was computed behind it, as far as the node holds them: a copy of it did not match its
+        digest, so the node's own content may be damaged. Ignored by a process of another epoch. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

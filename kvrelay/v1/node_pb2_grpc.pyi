@@ -36,8 +36,8 @@ class NodeStub:
         kvrelay.v1.node_pb2.DistrustRequest,
         kvrelay.v1.node_pb2.DistrustResponse,
     ]
-    """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
-    content may be damaged. Ignored by a process of another epoch. Idempotent.
+    """Has nobody find a block any more, nor what was computed behind it, as far as the node holds them: a copy of it did not match its
+    digest, so the node's own content may be damaged. Ignored by a process of another epoch. Idempotent.
     """
 
 class NodeAsyncStub:
@@ -58,8 +58,8 @@ class NodeAsyncStub:
         kvrelay.v1.node_pb2.DistrustRequest,
         kvrelay.v1.node_pb2.DistrustResponse,
     ]
-    """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
-    content may be damaged. Ignored by a process of another epoch. Idempotent.
+    """Has nobody find a block any more, nor what was computed behind it, as far as the node holds them: a copy of it did not match its
+    digest, so the node's own content may be damaged. Ignored by a process of another epoch. Idempotent.
     """
 
 class NodeServicer(metaclass=abc.ABCMeta):
@@ -86,8 +86,8 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request: kvrelay.v1.node_pb2.DistrustRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvrelay.v1.node_pb2.DistrustResponse, collections.abc.Awaitable[kvrelay.v1.node_pb2.DistrustResponse]]:
-        """Has nobody find these blocks any more, as far as the node holds them: a copy of one did not match its digest, so the node's own
-        content may be damaged. Ignored by a process of another epoch. Idempotent.
+        """Has nobody find a block any more, nor what was computed behind it, as far as the node holds them: a copy of it did not match its
+        digest, so the node's own content may be damaged. Ignored by a process of another epoch. Idempotent.
         """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

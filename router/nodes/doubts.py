@@ -10,7 +10,7 @@ from typing import cast
 
 import grpc
 
-from kvrelay.core.node_report import RefusedBlocks
+from kvrelay.core.node_report import RefusedBlock
 from kvrelay.core.tasks import end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.nodes.node import NodeHandle
@@ -25,8 +25,8 @@ class Doubts:
         self._timeout = timeout
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def tell(self, refused: RefusedBlocks, nodes: Iterable[NodeHandle]) -> None:
-        """Tells the holder of these blocks, if it is one of `nodes` and still the same process."""
+    def tell(self, refused: RefusedBlock, nodes: Iterable[NodeHandle]) -> None:
+        """Tells the holder of the block, if it is one of `nodes` and still the same process."""
         holder = refused.holder
         for node in nodes:
             if node.is_watched and (node.source.node_id, node.source.epoch) == (holder.node_id, holder.epoch):
@@ -37,12 +37,12 @@ class Doubts:
     async def close(self) -> None:
         await end_tasks(*self._tasks)
 
-    async def _tell(self, node: NodeHandle, refused: RefusedBlocks) -> None:
+    async def _tell(self, node: NodeHandle, refused: RefusedBlock) -> None:
         stub = cast("node_pb2_grpc.NodeAsyncStub", node_pb2_grpc.NodeStub(node.channel))
-        request = node_pb2.DistrustRequest(epoch=refused.holder.epoch, names=refused.names)
+        request = node_pb2.DistrustRequest(epoch=refused.holder.epoch, name=refused.name)
         try:
             await stub.Distrust(request, timeout=self._timeout)
         except grpc.aio.AioRpcError as error:
-            node.outages.failed(_OUTAGE, "%s was not told of damaged blocks: %s", node.name, error.details())
+            node.outages.failed(_OUTAGE, "%s was not told of a damaged block: %s", node.name, error.details())
         else:
             node.outages.succeeded(_OUTAGE)

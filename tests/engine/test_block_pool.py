@@ -153,19 +153,26 @@ def test_nobody_finds_what_is_distrusted_though_it_is_held() -> None:
 
 
 def test_a_block_stays_tainted_until_nobody_holds_it() -> None:
-    pool = Pool(4)
-    pinned, cached, held = take_named(pool, 1, 2, 3)
-    pool.pin([pinned])
-    pool.release([pinned, cached])
-    pool.taint([pinned, cached, held])
-    assert pool.has_tainted([3, pinned]) and pool.has_tainted([held])
-    assert not pool.has_tainted([cached]), "its content is gone"
-    assert pool.lookup([name(1)]) == [] and sorted(pool.drain_distrusted()) == [name(2), name(3)]
+    pool = Pool(5)
+    before, pinned, cached, held = take(pool, 4)
+    for block_id, number, parent in ((before, 0, None), (held, 3, 1), (pinned, 1, 0), (cached, 2, 3)):
+        pool.register(block_id, name(number), parent=None if parent is None else name(parent))
+    pool.pin([pinned, pinned])
+    pool.release([before, pinned, cached])
+    pool.taint(name(9))
+    pool.taint(name(1))
+    assert pool.has_tainted([4, pinned]) and pool.has_tainted([held]), "which is behind it"
+    assert not pool.has_tainted([before, cached]), "nobody holds it"
+    assert pool.lookup([name(0), name(1)]) == [before]
+    assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
     pool.check_integrity()
+    told = len(pool.evicted)
+    pool.unpin([pinned])
+    assert pool.evicted[told:] == [(pinned, name(1))], "the transfer may have published it again"
     pool.unpin([pinned])
     pool.release([held])
-    assert not pool.has_tainted(range(4)) and pool.num_free == 4
-    assert pool.drain_distrusted() == [name(1)]
+    assert not pool.has_tainted(range(5)) and pool.num_free == 5
+    assert pool.drain_distrusted() == [name(1)] and pool.lookup([name(0)]) == [before]
     pool.check_idle()
 
 

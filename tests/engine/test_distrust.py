@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.core.kv.block_hash import BlockHash
 from tests.engine.fake_runner import expected_output
-from tests.engine.harness import BLOCK_SIZE, Harness, prompt_of, request
+from tests.engine.harness import BLOCK_SIZE, Harness, produce, prompt_of, request
 
 PROMPT = prompt_of(8 * BLOCK_SIZE + 3)
 CHUNK = 2 * BLOCK_SIZE
@@ -25,7 +25,8 @@ def test_what_is_computed_behind_a_distrusted_block_is_not_found(*, run_ahead: b
     assert block_id is not None
     if held:
         engine.pool.pin([block_id])
-    engine.distrust([named[1], BlockHash(bytes(32))])
+    for block_hash in (BlockHash(bytes(32)), named[1]):
+        engine.distrust(block_hash)
     harness.results.clear()
     harness.run()
     assert harness.tokens["doubtful", 0] == expected_output(PROMPT, 8), "it goes on"
@@ -42,3 +43,20 @@ def test_what_is_computed_behind_a_distrusted_block_is_not_found(*, run_ahead: b
     assert num_cached["good"] == BLOCK_SIZE, "only what comes before it"
     assert num_cached["later"] == (1 if held else 8) * BLOCK_SIZE
     engine.check_idle()
+
+
+def test_what_was_computed_behind_it_before_is_forgotten_too() -> None:
+    """Also by another prompt that begins like this one. The tail is a block, too."""
+    harness = Harness(publish=True)
+    other = PROMPT[: 4 * BLOCK_SIZE] + prompt_of(4 * BLOCK_SIZE, seed=1)
+    for request_id, prompt in (("first", PROMPT), ("other", other)):
+        produce(harness, request_id, prompt)
+        harness.engine.release_lease(request_id)
+    names = [block.block_hash for result in harness.results for block in result.named]
+    assert len(set(names)) == 8 + 1 + 4
+    harness.engine.distrust(names[1])
+    harness.run()
+    assert harness.engine.pool.drain_changes() == ([], []), "they were reported"
+    removed = {name for result in harness.results for name in result.removed}
+    assert removed == set(names) - {names[0]} == {name for result in harness.results for name in result.distrusted}
+    harness.engine.check_idle()

@@ -125,10 +125,10 @@ class Run:
         taken = self.naive.names.keys() | self.naive.tainted
         unnamed = [i for i in self.naive.refs if self.naive.held(i) and i not in taken]
         for block_id in self.rng.sample(unnamed, min(3, len(unnamed))):
-            block_hash = name(self.rng.randrange(12))
-            if block_hash not in self.naive.names.values():
-                self.pool.register(block_id, block_hash)
-                self.naive.names[block_id] = block_hash
+            number = self.rng.randrange(12)
+            if name(number) not in self.naive.names.values():
+                self.pool.register(block_id, name(number), parent=name(number // 2) if number else None)
+                self.naive.names[block_id] = name(number)
 
     def distrust(self) -> None:
         block_ids = self.rng.sample(list(self.naive.refs), min(2, len(self.naive.refs)))
@@ -137,10 +137,16 @@ class Run:
         self.naive.forget_distrusted()
 
     def taint(self) -> None:
-        block_ids = self.rng.sample(list(self.naive.refs), min(2, len(self.naive.refs)))
-        self.pool.taint(block_ids)
-        self.naive.distrusted |= {i for i in block_ids if i in self.naive.names}
-        self.naive.tainted |= set(block_ids)
+        number = self.rng.randrange(12)
+        self.pool.taint(name(number))
+        held = set(self.naive.names.values())
+        doomed = {number}
+        for child in range(1, 12):  # those before it first
+            if child // 2 in doomed and name(child) in held:
+                doomed.add(child)
+        block_ids = {i for i, block_hash in self.naive.names.items() if block_hash in map(name, doomed)}
+        self.naive.distrusted |= block_ids
+        self.naive.tainted |= block_ids
         self.naive.forget_distrusted()
 
     def other(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.core.node_report import FetchReport, RefusedBlocks
+from kvrelay.core.node_report import FetchReport, RefusedBlock
 from kvrelay.core.outages import Outages
 from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
 from kvrelay.node.absences import Absences
@@ -34,7 +34,7 @@ class Reception:
     store: Holder
     receiver: Receiver
     missing: list[int] = field(default_factory=list)  # what the router was told
-    refused: list[RefusedBlocks] = field(default_factory=list)
+    refused: list[RefusedBlock] = field(default_factory=list)
 
     async def run(self) -> FetchReport:
         async with asyncio.timeout(PATIENCE):
@@ -97,7 +97,7 @@ async def reception(
             reservation = await reservations.get()
         assert len(reservation.missing) == NUM_BLOCKS - num_here
         missing: list[int] = []
-        refused: list[RefusedBlocks] = []
+        refused: list[RefusedBlock] = []
         receiver = Receiver(
             ReceptionContext(
                 connector,

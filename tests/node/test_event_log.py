@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.source import KVSource
-from kvrelay.core.node_report import RefusedBlocks
+from kvrelay.core.node_report import RefusedBlock
 from kvrelay.engine.request import EngineLoad
 from kvrelay.node.event_log import EventLog
 
@@ -44,7 +44,7 @@ async def test_refused_blocks_are_replayed_like_changes_and_not_part_of_a_snapsh
     log = EventLog(LOAD)
     log.append([name(1)], [], LOAD)
     version = await log.changed(-1)
-    refused = [RefusedBlocks(KVSource("p", 7, "there"), (name(number),)) for number in (2, 3)]
+    refused = [RefusedBlock(KVSource("p", 7, "there"), name(number)) for number in (2, 3)]
     for each in refused:
         log.append_refused(each)
     assert await asyncio.wait_for(log.changed(version), 5) > version

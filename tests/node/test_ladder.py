@@ -69,6 +69,17 @@ def test_what_a_node_has_sent_behind_a_bad_block_is_requested_from_the_next_sour
     assert ladder.is_complete and set(ladder.report(0).fetched) == {("p", 1), ("h", 4)}
 
 
+def test_so_is_what_the_node_has_sent_before() -> None:
+    ladder = Ladder(3)
+    ladder.announce(P, 3)
+    assert settle(ladder, FETCHED, MISSING, FETCHED) == 1
+    assert settle(ladder, MISSING) == 0, "the store"
+    ladder.announce(P, 3)
+    assert settle(ladder, REFUSED) == 0
+    ladder.offer(H, 3)
+    assert next_ask(ladder) == (H, (1, 2))
+
+
 def test_after_a_bad_block_from_the_store_only_that_block_is_requested_from_the_next_source() -> None:
     """Nodes write into it what they have computed themselves."""
     ladder = Ladder(4)

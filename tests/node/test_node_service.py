@@ -12,7 +12,7 @@ from kv_connector.header import Mismatch
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.source import KVSource
-from kvrelay.core.node_report import NodeRole, RefusedBlocks
+from kvrelay.core.node_report import NodeRole, RefusedBlock
 from kvrelay.core.rpc.wire import refused_to_wire
 from kvrelay.engine.request import EngineRequest
 from kvrelay.node import node_service
@@ -74,15 +74,15 @@ async def test_watchers_hear_of_refused_blocks_and_a_distrusted_block_is_held_no
             names: list[bytes] = []
             while len(names) < 2:
                 names += (await anext(messages)).stored
-            refused = RefusedBlocks(KVSource("p", 7, "there"), (BlockHash(names[0]),))
+            refused = RefusedBlock(KVSource("p", 7, "there"), BlockHash(names[0]))
             node.event_log.append_refused(refused)
-            found: list[node_pb2.RefusedBlocks] = []
+            found: list[node_pb2.RefusedBlock] = []
             while not found:
                 found += (await anext(messages)).refused
             assert found == [refused_to_wire(refused)]
             for epoch, named in ((node.identity.epoch + 1, names[0]), (node.identity.epoch, names[1])):
-                request = node_pb2.DistrustRequest(epoch=epoch, names=[bytes(32), named])
-                await service.Distrust(request, cast(Any, 0))
+                for name in (bytes(32), named):
+                    await service.Distrust(node_pb2.DistrustRequest(epoch=epoch, name=name), cast(Any, 0))
             removed: list[bytes] = []
             while not removed:
                 removed += (await anext(messages)).removed

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from kvrelay.core.node_report import FetchReport, RefusedBlocks
+from kvrelay.core.node_report import FetchReport, RefusedBlock
 from kvrelay.core.outages import Outages
 from kvrelay.node.absences import Absences
 from kvrelay.node.receiver import deadline_after
@@ -77,8 +77,7 @@ async def test_a_damaged_block_and_those_behind_it_come_from_the_next_holder_and
         case.receiver.offer(case.h.source, 5)
         assert await case.run() == FetchReport(37, (("p", 1), ("h", 4)), num_refused=1)
         assert case.connector.fetches == [("p", 5), ("h", 4)]
-        names = tuple(block.block_hash for block in case.reservation.missing)
-        assert case.refused == [RefusedBlocks(case.p.source, names[1:])]
+        assert case.refused == [RefusedBlock(case.p.source, case.reservation.missing[1].block_hash)]
 
 
 async def test_of_two_holders_that_send_a_block_damaged_only_the_first_is_reported() -> None:

@@ -13,7 +13,7 @@ from kvrelay.core.node_report import (
     NodeLoad,
     NodeRole,
     NodeStats,
-    RefusedBlocks,
+    RefusedBlock,
 )
 from kvrelay.v1 import common_pb2, node_pb2
 
@@ -269,12 +269,12 @@ def stats_from_wire(message: node_pb2.NodeStats) -> NodeStats:
     )
 
 
-def refused_to_wire(refused: RefusedBlocks) -> node_pb2.RefusedBlocks:
-    return node_pb2.RefusedBlocks(holder=source_to_wire(refused.holder), names=refused.names)
+def refused_to_wire(refused: RefusedBlock) -> node_pb2.RefusedBlock:
+    return node_pb2.RefusedBlock(holder=source_to_wire(refused.holder), name=refused.name)
 
 
-def refused_from_wire(message: node_pb2.RefusedBlocks) -> RefusedBlocks:
-    return RefusedBlocks(source_from_wire(message.holder), tuple(map(BlockHash, message.names)))
+def refused_from_wire(message: node_pb2.RefusedBlock) -> RefusedBlock:
+    return RefusedBlock(source_from_wire(message.holder), BlockHash(message.name))
 
 
 def fetch_report_to_wire(report: FetchReport) -> common_pb2.FetchReport:

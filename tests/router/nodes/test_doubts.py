@@ -7,7 +7,7 @@ import pytest
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.source import KVSource
-from kvrelay.core.node_report import RefusedBlocks
+from kvrelay.core.node_report import RefusedBlock
 from kvrelay.core.rpc.wire import refused_to_wire
 from kvrelay.v1 import node_pb2
 from tests.router.scripted_cluster import registered, settled
@@ -16,8 +16,8 @@ from tests.router.scripted_nodes import ScriptedDecode, ScriptedNode, ScriptedPr
 A, B = (BlockHash(bytes([number]) * 32) for number in range(2))
 
 
-def refuse(reader: ScriptedNode, holder: ScriptedNode, *names: BlockHash, epoch: int = 1) -> None:
-    refused = RefusedBlocks(KVSource(holder.node_id, epoch, holder.endpoint), names)
+def refuse(reader: ScriptedNode, holder: ScriptedNode, name: BlockHash, *, epoch: int = 1) -> None:
+    refused = RefusedBlock(KVSource(holder.node_id, epoch, holder.endpoint), name)
     reader.updates.put_nowait(node_pb2.WatchResponse(epoch=1, refused=[refused_to_wire(refused)]))
 
 
@@ -26,11 +26,11 @@ async def test_the_process_that_holds_refused_blocks_is_told_and_nobody_else() -
     async with registered(prefill, other, decode) as registry:
         await settled(registry)
         refuse(decode, prefill, B, epoch=9)  # of a process that has ended
-        refuse(decode, prefill, A, B)
+        refuse(decode, prefill, A)
         request = await soon(prefill.distrust_requests)
-        assert (request.epoch, list(request.names)) == (1, [A, B])
+        assert (request.epoch, request.name) == (1, A)
         refuse(prefill, decode, B)
-        assert list((await soon(decode.distrust_requests)).names) == [B]
+        assert (await soon(decode.distrust_requests)).name == B
         assert prefill.distrust_requests.empty() and other.distrust_requests.empty()
 
 
@@ -47,6 +47,6 @@ async def test_a_holder_that_cannot_be_told_is_logged_and_serves_on(caplog: pyte
         await settled(registry)
         with caplog.at_level(logging.WARNING):
             refuse(decode, prefill, A)
-            await until(lambda: "was not told of damaged blocks" in caplog.text)
+            await until(lambda: "was not told of a damaged block" in caplog.text)
         decode.update(1, stored=[A])
         await until(lambda: registry.index.leading([A]) == {"decode-0": 1})
