@@ -8,18 +8,24 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import RefusedBlock
 from kvrelay.engine.request import EngineLoad
 
-_MOST_REFUSED = 64  # that are replayed; of others, the next copy will be refused as well
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    refused: tuple[RefusedBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LogUpdate:
     """The changes since an earlier sequence number, up to `sequence`. `reset`: the watcher first has to forget what it
-    knew, and is not told what was refused before. `refused`: the newest ones."""
+    knew, and is not told what was refused before."""
 
     sequence: int
     reset: bool
@@ -33,8 +39,7 @@ class EventLog:
     """The last `capacity` changes; a watcher further behind gets every block held. Used on the node's loop."""
 
     def __init__(self, load: EngineLoad, *, capacity: int = 1024) -> None:
-        self._entries: deque[tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]] = deque(maxlen=capacity)
-        self._refused: deque[tuple[int, RefusedBlock]] = deque(maxlen=_MOST_REFUSED)  # each with its sequence number
+        self._entries: deque[_Entry] = deque(maxlen=capacity)
         self._held: set[BlockHash] = set()
         self._sequence = 0
         self._load = load
@@ -52,13 +57,12 @@ class EventLog:
         if stored or removed:
             self._held.difference_update(removed)
             self._held.update(stored)
-            self._add(tuple(stored), tuple(removed))
+            self._add(_Entry(tuple(stored), tuple(removed)))
         self._version += 1
         self._wake_watchers()
 
     def append_refused(self, refused: RefusedBlock) -> None:
-        self._add((), ())
-        self._refused.append((self._sequence, refused))
+        self._add(_Entry(refused=(refused,)))
         self._version += 1
         self._wake_watchers()
 
@@ -73,8 +77,8 @@ class EventLog:
         self.closed = True
         self._wake_watchers()
 
-    def _add(self, stored: tuple[BlockHash, ...], removed: tuple[BlockHash, ...]) -> None:
-        self._entries.append((stored, removed))
+    def _add(self, entry: _Entry) -> None:
+        self._entries.append(entry)
         self._sequence += 1
 
     def _wake_watchers(self) -> None:
@@ -89,14 +93,14 @@ class EventLog:
         entries = list(self._entries)[len(self._entries) - behind :]
         stored: dict[BlockHash, None] = {}
         removed: dict[BlockHash, None] = {}
-        for gained, lost in entries:
-            for name in lost:
+        for entry in entries:
+            for name in entry.removed:
                 stored.pop(name, None)
                 removed[name] = None
-            for name in gained:
+            for name in entry.stored:
                 removed.pop(name, None)
                 stored[name] = None
-        refused = tuple(refused for number, refused in self._refused if number > self._sequence - behind)
+        refused = tuple(chain.from_iterable(entry.refused for entry in entries))
         return LogUpdate(self._sequence, False, tuple(stored), tuple(removed), refused, self._load)
 
     async def changed(self, version: int) -> int:

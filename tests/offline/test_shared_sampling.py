@@ -1,14 +1,12 @@
 """Sampling parameters that many prompts of a batch have in common."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.core.generation import sampling_params
-from kvrelay.core.generation.token_ids import check_token_ids
+from tests.checked_fields import note_checks
 from tests.engine.tiny_models import make_tiny_model
 
 
@@ -16,13 +14,7 @@ def test_biases_are_checked_once_however_many_prompts_share_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be 65,536 of them, and thousands of prompts."""
-    checked: list[str] = []
-
-    def noted(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
-        checked.append(field)
-        check_token_ids(token_ids, vocab_size, field=field)
-
-    monkeypatch.setattr(sampling_params, "check_token_ids", noted)
+    checked = note_checks(monkeypatch)
     make_tiny_model("llama", tmp_path, with_tokenizer=True)
     llm = LLM(tmp_path, threads=1, num_blocks=64, max_model_len=64, max_num_seqs=4)
     sampling = SamplingParams(temperature=0.0, logit_bias={7: 100.0}, max_tokens=2, ignore_eos=True)

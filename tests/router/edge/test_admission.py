@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -12,9 +12,7 @@ from starlette.types import Message, Receive
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, OverloadedError
-from kvrelay.core.generation import sampling_params
 from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.core.generation.token_ids import check_token_ids
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.edge import Edge
 from router.edge.fan_in import merged
@@ -22,6 +20,7 @@ from router.edge.gateway import create_app
 from router.edge.metrics import RouterMetrics
 from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
 from router.request import RoutedRequest
+from tests.checked_fields import note_checks
 from tests.loop_turns import counting_turns
 from tests.router.edge.edge_parts import MODEL, ScriptedRelay, make_edge
 from tests.router.edge.gateway_client import COMPLETION, serving
@@ -89,13 +88,7 @@ async def test_the_biases_of_a_call_are_checked_once_however_many_prompts_it_has
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be 65,536 of them, and 128 prompts."""
-    checked: list[str] = []
-
-    def noted(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
-        checked.append(field)
-        check_token_ids(token_ids, vocab_size, field=field)
-
-    monkeypatch.setattr(sampling_params, "check_token_ids", noted)
+    checked = note_checks(monkeypatch)
     relay = ScriptedRelay(tokenizer)
     async with serving(relay) as gateway:
         body = COMPLETION | {"prompt": ["one", "two", "three"], "logit_bias": {"5": 1}}
