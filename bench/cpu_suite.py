@@ -33,6 +33,7 @@ from bench.arguments import positive, script_parser
 from bench.cpu.report import Result, Values, add_result, medians, read_results, report
 from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
 from bench.figures import Figure, read_figures
+from bench.memory_stalls import MemoryStalls
 from bench.peers.processes import descendants, exit_on_signals
 from bench.python_speed import loop_nanoseconds
 from kvrelay.bench.result import environment
@@ -148,21 +149,25 @@ def _measure(
     """Runs the commands of a measurement. After a failure its result has what was measured before."""
     here = environment() | {"cores": available_cores(), "products": _products(), "loop_ns": loop_nanoseconds()}
     files: list[Path] = []
+    flaws: list[str] = []
     problem = ""
     with tempfile.TemporaryDirectory() as scratch:
         for index, command in enumerate(_commands(measurement, arguments)):
             print(f"\n== {measurement.name}: {_shown(command)}", flush=True)
             files.append(Path(scratch) / f"{index}.json")
-            if problem := _run([*_with_paths(command, arguments.directory.resolve()), "--json-file", str(files[-1])]):
+            whole = [*_with_paths(command, arguments.directory.resolve()), "--json-file", str(files[-1])]
+            stalls = MemoryStalls()
+            if problem := _run(whole):
                 break
+            flaws += [f"round {index + 1}: {flaw}" for flaw in stalls.flaws()]
         written = [file for file in files if file.exists()]
-        if isinstance(measurement, Comparison):
+        if isinstance(measurement, Comparison):  # which knows the flaws of each of its runs
             body = json.loads(written[0].read_text()) if written else {"ratios": [], "peer": {}, "measurements": []}
             ratios = tuple(map(_ratio, body["ratios"]))
-            flaws = tuple(dict.fromkeys(_flaws(body["measurements"])))
-            return Result(measurement.name, shown, commit, here, ratios, problem, body["peer"], flaws)
+            flaws = list(dict.fromkeys(_flaws(body["measurements"])))
+            return Result(measurement.name, shown, commit, here, ratios, problem, body["peer"], tuple(flaws))
         figures = tuple(_figures([read_figures(file) for file in written]))
-        return Result(measurement.name, shown, commit, here, figures, problem)
+        return Result(measurement.name, shown, commit, here, figures, problem, flaws=tuple(flaws))
 
 
 def _commands(measurement: Comparison | Part, arguments: argparse.Namespace) -> Iterator[list[str]]:

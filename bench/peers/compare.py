@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from bench.memory_stalls import MemoryStalls
 from bench.peers.base import Engine, PeerError, Server
 from bench.peers.processes import PeakMemory, await_rest
 from bench.peers.work import Work, check_work, work_of
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure of one engine in one round. `flaws` are those of the run that it comes from (bench/whole_run.py)."""
+    """One figure of one engine in one round. `flaws` are those of the run that it comes from (bench/whole_run.py,
+    bench/memory_stalls.py)."""
 
     engine: str
     round: int
@@ -110,6 +112,7 @@ class Comparison:
         self, engine: Engine, server: Server, workload: str, number: int, seed: int, findings: Findings
     ) -> None:
         settings = settings_of(workload, server, self.common, seed=seed, scale=self.scale)
+        stalls = MemoryStalls()
         _, results = asyncio.run(measure(settings))
         if not results or results[0].was_cut:
             raise KeyboardInterrupt
@@ -119,8 +122,9 @@ class Comparison:
             raise PeerError(f"{engine.name}, {workload}: {failure.count} x {failure.kind}: {failure.first_message}")
         may_end_early = not server.takes_ignore_eos
         findings.add_work(work_of(engine.name, number, workload, result.records, may_end_early=may_end_early))
+        flaws = (*flaws_of(result), *stalls.flaws())
         for figure in figures_of(workload, result):
-            findings.add(Measurement(engine.name, number, workload, figure, flaws_of(result)))
+            findings.add(Measurement(engine.name, number, workload, figure, flaws))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from bench.peers.processes import free_port, serving
 
 TORCH = "torch==2.13.0+cpu"
 REQUIREMENTS = (TORCH, "transformers[serving]==5.19.0", "requests", "psutil")
-_OPTIONS = ("--continuous-batching", "--device", "cpu")
+# Blocks of 256 tokens: a KV pool of 1 GiB with the shape qwen2-0.5b, which a node of ours takes by default. Otherwise
+# the pool is most of the machine's memory.
+_OPTIONS = ("--continuous-batching", "--device", "cpu", "--cb-num-blocks", "341")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import pytest
 from bench import cpu_suite
 from bench.cpu.report import Result, Values, add_result, read_results, report, verdict
 from bench.cpu.targets import MEASUREMENTS, Comparison, Part, Target
+from bench.memory_stalls import MemoryStalls
 from bench.peers.__main__ import PeersSettings, as_json
 from bench.peers.compare import Findings, Measurement, ratios
 from bench.peers.workloads import WORKLOADS, ComparedFigure, figures_of
@@ -93,6 +94,15 @@ def test_what_a_comparison_writes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found.commands == ("python -m bench.peers --peer llama-cpp --rounds 3",)
     assert any(one.startswith("llama-cpp-python==") for one in found.peer["requirements"])
     assert commands[0][:-1] == [*found.commands[0].split()[1:], "--directory", str(tmp_path), "--json-file"]
+
+
+def test_a_part_on_a_machine_short_of_memory_has_a_flaw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given(monkeypatch, STARTS)
+    monkeypatch.setattr(cpu_suite, "_run", lambda command: "")
+    monkeypatch.setattr(MemoryStalls, "flaws", lambda stalls: ("short of memory",))
+    output = tmp_path / "suite.jsonl"
+    assert cpu_suite.main(["--output", str(output)]) == 0
+    assert read_results(output)["starts"].flaws == ("round 1: short of memory", "round 2: short of memory")
 
 
 @pytest.mark.parametrize(
