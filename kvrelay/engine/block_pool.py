@@ -37,7 +37,9 @@ class BlockPool:
         self._pins = [0] * num_blocks
         self._block_hashes: list[BlockHash | None] = [None] * num_blocks
         self._index: dict[BlockHash, int] = {}
-        self._parents: dict[BlockHash, BlockHash] = {}  # by name, the name of the block before it
+        # How names follow each other. A forgotten name keeps its place for as long as one behind it has a block.
+        self._parents: dict[BlockHash, BlockHash] = {}
+        self._children: dict[BlockHash, set[BlockHash]] = {}  # the same, the other way round
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used next
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._num_cached = 0  # times that a block became evictable
@@ -131,6 +133,7 @@ class BlockPool:
         self._index[block_hash] = block_id
         if parent is not None:
             self._parents[block_hash] = parent
+            self._children.setdefault(parent, set()).add(block_hash)
         _note(block_hash, into=self._stored, unless=self._removed)
 
     def distrust(self, block_ids: Iterable[int]) -> None:
@@ -144,14 +147,11 @@ class BlockPool:
         self._forget_distrusted()
 
     def taint(self, block_hash: BlockHash) -> None:
-        """Distrusts the block of that name, whose content others have found damaged, and all behind it. Takes time
-        linear in the number of names."""
-        children: dict[BlockHash, list[BlockHash]] = {}
-        for name, parent in self._parents.items():
-            children.setdefault(parent, []).append(name)
+        """Distrusts the block of that name, whose content others have found damaged, and all behind it, also where
+        blocks in between have been evicted."""
         names = [block_hash]
         for name in names:  # which grows
-            names += children.get(name, ())
+            names += self._children.get(name, ())
         block_ids = [block_id for name in names if (block_id := self._index.get(name)) is not None]
         self.distrust(block_ids)
         self._tainted.update(filter(self._is_held, block_ids))
@@ -199,6 +199,11 @@ class BlockPool:
         _check(len(self._index) == num_named, f"the index has {len(self._index)} names, {num_named} blocks have one")
         num_in_use = sum(self._is_held(block_id) for block_id in range(self.num_blocks))
         _check(num_in_use + self.num_free == self.num_blocks, "in use, free and evictable do not add up")
+        links = {(parent, name) for parent, names in self._children.items() for name in names}
+        _check({(parent, name) for name, parent in self._parents.items()} == links, "the names' links differ")
+        _check(all(self._children.values()), "a name has an empty set of children")
+        idle = [name for name in self._parents if name not in self._index and name not in self._children]
+        _check(not idle, f"{len(idle)} names are kept that nothing follows")
         _check(not self._stored.keys() & self._removed.keys(), "a name is both stored and removed")
         _check(all(self._pins[block_id] for block_id in self._distrusted), "a distrusted block has kept its name")
         _check(all(map(self._is_held, self._tainted)), "a block that nobody holds has stayed tainted")
@@ -257,8 +262,21 @@ class BlockPool:
             assert block_hash is not None
             self._block_hashes[block_id] = None
             del self._index[block_hash]
-            self._parents.pop(block_hash, None)
+            self._unlink(block_hash)
             _note(block_hash, into=self._removed, unless=self._stored)
+
+    def _unlink(self, name: BlockHash) -> None:
+        """Drops what follows what, from a forgotten name upwards, as far as nothing that has a block is behind it."""
+        while name not in self._index and name not in self._children:
+            parent = self._parents.pop(name, None)
+            if parent is None:
+                return
+            siblings = self._children[parent]
+            siblings.remove(name)
+            if siblings:
+                return
+            del self._children[parent]
+            name = parent
 
 
 def _note(block_hash: BlockHash, *, into: dict[BlockHash, None], unless: dict[BlockHash, None]) -> None:

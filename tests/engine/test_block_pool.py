@@ -176,6 +176,35 @@ def test_a_block_stays_tainted_until_nobody_holds_it() -> None:
     pool.check_idle()
 
 
+def test_a_taint_reaches_what_is_behind_an_evicted_block() -> None:
+    pool = Pool(4)
+    first, second, third, other = take(pool, 4)
+    for block_id, number, parent in ((first, 1, None), (second, 2, 1), (third, 3, 2), (other, 4, 1)):
+        pool.register(block_id, name(number), parent=None if parent is None else name(parent))
+    pool.release([second])
+    assert pool.allocate(1) == [second], "another request computes with it"
+    pool.taint(name(1))
+    assert [pool.find(name(number)) for number in (1, 3, 4)] == [None, None, None]
+    assert pool.has_tainted([third]) and not pool.has_tainted([second])
+    pool.release([first, second, third, other])
+    pool.check_idle()
+
+
+def test_a_name_is_behind_another_for_as_long_as_it_or_one_behind_it_has_a_block() -> None:
+    pool = Pool(4)
+    first, second, third, other = take(pool, 4)
+    for block_id, number, parent in ((first, 1, None), (second, 2, 1), (third, 3, 2)):
+        pool.register(block_id, name(number), parent=None if parent is None else name(parent))
+    pool.distrust([second, third])
+    pool.taint(name(1))
+    assert pool.find(name(1)) is None and not pool.has_tainted([second, third]), "they lost their names before"
+    pool.register(other, name(3), parent=name(2))
+    pool.taint(name(1))
+    assert pool.find(name(3)) == other, "of name 2 nothing is known any more"
+    pool.release([first, second, third, other])
+    pool.check_idle()
+
+
 def test_a_pinned_block_that_a_request_holds_loses_its_name_with_its_last_pin() -> None:
     pool = Pool(1)
     blocks = take_named(pool, 1)

@@ -20,6 +20,7 @@ class NaivePool:
         self.distrusted: set[int] = set()
         self.tainted: set[int] = set()
         self.lost: list[BlockHash] = []
+        self.behind_another: set[int] = set()  # numbers whose names are known to follow that of half the number
 
     def held(self, block_id: int) -> bool:
         return self.refs[block_id] > 0 or self.pins[block_id] > 0
@@ -61,6 +62,15 @@ class NaivePool:
             if block_id in self.released:
                 self.released.remove(block_id)
         self.tainted = set(filter(self.held, self.tainted))
+
+    def followers(self) -> set[int]:
+        """Returns the numbers of names that are known to follow another: those that have a block, or one behind them
+        that has."""
+        present = set(self.names.values())
+        for number in sorted(self.behind_another, reverse=True):  # those behind it first
+            if name(number) not in present and not self.behind_another & {2 * number, 2 * number + 1}:
+                self.behind_another.remove(number)
+        return self.behind_another
 
 
 class Run:
@@ -128,6 +138,9 @@ class Run:
             number = self.rng.randrange(12)
             if name(number) not in self.naive.names.values():
                 self.pool.register(block_id, name(number), parent=name(number // 2) if number else None)
+                followers = self.naive.followers()
+                if number:
+                    followers.add(number)
                 self.naive.names[block_id] = name(number)
 
     def distrust(self) -> None:
@@ -139,10 +152,9 @@ class Run:
     def taint(self) -> None:
         number = self.rng.randrange(12)
         self.pool.taint(name(number))
-        held = set(self.naive.names.values())
         doomed = {number}
         for child in range(1, 12):  # those before it first
-            if child // 2 in doomed and name(child) in held:
+            if child // 2 in doomed and child in self.naive.followers():
                 doomed.add(child)
         block_ids = {i for i, block_hash in self.naive.names.items() if block_hash in map(name, doomed)}
         self.naive.distrusted |= block_ids
