@@ -114,6 +114,7 @@ def _client(settings: RedisSettings) -> Redis:
             socket_timeout=None,
             socket_connect_timeout=settings.operation_timeout_seconds,
             retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
+            protocol=2,  # RESP2, which proxies and Redis before version 6 speak as well; the URL may say otherwise
         )
         # Opens nothing, but takes the URL's parameters or raises.
         connection = connections.connection_class(**connections.connection_kwargs)

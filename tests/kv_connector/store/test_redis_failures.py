@@ -369,12 +369,28 @@ async def test_a_password_that_the_server_refuses_is_told_apart_and_not_repeated
     assert "passw0rd" not in f"{raised.value}{caplog.text}"
 
 
-async def test_a_password_that_a_server_repeats_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As those do that lack a command, among them Redis before version 6 and proxies."""
-    secret = "s3cr3t-passw0rd"
+@pytest.mark.parametrize("secret", ["", "s3cr3t-passw0rd"])
+async def test_a_server_without_hello_stores_and_brings_blocks(tmp_path: Path, secret: str) -> None:
+    """Redis before version 6, and proxies, know no other protocol than RESP2."""
     server = RedisServer(tmp_path, options=["--requirepass", secret, "--rename-command", "HELLO", ""])
     try:
         connector = RedisConnector(RedisSettings(url=server.url.replace("//", f"//:{secret}@"), key_prefix=PREFIX))
+        node = Node(connector, "plain", 64, LAYOUT, EPOCH)
+        sent = blocks(3)
+        await write_and_publish(node, sent)
+        assert set(await connector.fetch(None, sent, timeout=10.0)) == {FETCHED}
+        await connector.close()
+    finally:
+        server.stop()
+
+
+async def test_a_password_that_a_server_repeats_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those do that lack a command, among them Redis before version 6 and proxies, with a protocol they lack."""
+    secret = "s3cr3t-passw0rd"
+    server = RedisServer(tmp_path, options=["--requirepass", secret, "--rename-command", "HELLO", ""])
+    try:
+        url = f"{server.url.replace('//', f'//:{secret}@')}?protocol=3"
+        connector = RedisConnector(RedisSettings(url=url, key_prefix=PREFIX))
         Node(connector, "plain", 64, LAYOUT, EPOCH)
         assert await connector.fetch(None, blocks(1), timeout=10.0) == (FAILED,)
         await connector.close()
