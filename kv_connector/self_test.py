@@ -30,12 +30,13 @@ _TIMEOUT = 5.0
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
     """The result of a self-test. `problem`: why the connector is of no use, or "". `is_wrong`: it brought other bytes
-    and reported them as right. `is_denied`: a store does not let us in. `bytes_per_second`: over a few blocks, once
-    connected."""
+    and reported them as right. `is_denied`: a store does not let us in. `is_unfinished`: the test did not come to an
+    end, so that another may find otherwise. `bytes_per_second`: over a few blocks, once connected."""
 
     problem: str = ""
     is_wrong: bool = False
     is_denied: bool = False
+    is_unfinished: bool = False
     bytes_per_second: float = 0.0
 
 

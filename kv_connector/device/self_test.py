@@ -122,22 +122,26 @@ async def check_direct(
         async with asyncio.timeout(start_seconds):
             endpoint = await _endpoint(process)
         if not endpoint:
-            return SelfTestReport("the process that was to hold blocks ended; what it logged says why")
+            return _unfinished("the process that was to hold blocks ended; what it logged says why")
         # A driver that hangs cannot be cancelled: its thread is left behind.
         fetching = asyncio.create_task(_fetch(order, endpoint, make_memory), name="kv transfer probe")
         done, _ = await asyncio.wait({fetching}, timeout=_READ_SECONDS)
         if not done:
             fetching.cancel()
-            return SelfTestReport(f"blocks were not there {_READ_SECONDS:g} s after the other process was ready")
+            return _unfinished(f"blocks were not there {_READ_SECONDS:g} s after the other process was ready")
         return fetching.result()
     except TimeoutError:
-        return SelfTestReport(f"the process that was to hold blocks was not ready after {start_seconds:g} s")
+        return _unfinished(f"the process that was to hold blocks was not ready after {start_seconds:g} s")
     except (ConfigurationError, KVError) as error:
         return SelfTestReport(str(error))
     except RuntimeError as error:  # torch's, of CUDA: such as a GPU that takes one process only
         return SelfTestReport(str(error).partition("\n")[0])
     finally:
         await _end(process)
+
+
+def _unfinished(problem: str) -> SelfTestReport:
+    return SelfTestReport(problem, is_unfinished=True)
 
 
 async def hold(make_memory: MakeMemory) -> None:

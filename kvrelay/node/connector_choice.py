@@ -1,10 +1,11 @@
 """Chooses the connectors of a node: those that are set, or what `auto` stands for without those that fail their
 self-test.
 
-Invariant: a connector that moves wrong bytes is never chosen. If one that was set does not work, the start ends with
-an error that names a remedy; a store is the exception, because it may come back, unless it refuses our password, or is
-to be used in place of a UCX that has just failed and may work after the next start, say because the network is up by
-then.
+Invariants: a connector that moves wrong bytes is never chosen. Nodes with the same settings, libraries and machines
+choose connectors that work together, or end: of two that tried at different moments, say before and after the network
+was up, neither has stopped at what the other does not share. So a connector that has to work and does not ends the
+start, with an error that names a remedy; a store is the exception, because it may come back, unless it refuses our
+password.
 """
 
 import ipaddress
@@ -24,12 +25,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectorChoice:
-    """The names of the connectors in the order of asking, and for the log the reason. `must_work`: a store that does
-    not work now is not taken, because it stands in for a connector that may work after another start."""
+    """The names of the connectors in the order of asking, and for the log the reason."""
 
     names: tuple[str, ...]
     reason: str
-    must_work: bool = False
 
 
 def choose_connectors(
@@ -42,20 +41,14 @@ def choose_connectors(
         return ConnectorChoice(_working(names, broken), "as set")
     if is_loopback(host):
         return ConnectorChoice(_working(("shared_memory",), broken), f"only this host reaches {host}")
-    if ucx_installed and has_secret and "ucx" not in broken:
-        names = tuple(name for name in ("shared_memory", "ucx") if name not in broken)
+    if ucx_installed and has_secret:
+        shared_memory = () if "shared_memory" in broken else ("shared_memory",)
         return ConnectorChoice(
-            names, "ucxx is installed and there is a cluster secret; peers of this host map the pool"
+            (*shared_memory, *_working(("ucx",), broken)),
+            "ucxx is installed and there is a cluster secret; peers of this host map the pool",
         )
-    if "ucx" not in broken:
-        lacking = "ucxx is not installed" if not ucx_installed else "there is no cluster secret"
-        return ConnectorChoice(_working(("redis",), broken), f"no ucx: {lacking}")
-    if "redis" in broken:
-        raise ConfigurationError(
-            f"{_complaint('ucx', broken)}; and connector 'redis' in its place: {broken['redis']}; "
-            f"{BACKENDS['redis'].remedy}"
-        )
-    return ConnectorChoice(("redis",), f"no ucx: its self-test failed: {broken['ucx']}", must_work=True)
+    lacking = "there is no cluster secret" if ucx_installed else "ucxx is not installed"
+    return ConnectorChoice(_working(("redis",), broken), f"no ucx: {lacking}")
 
 
 async def choose_working(
@@ -75,7 +68,7 @@ async def choose_working(
         if not report.problem:
             _logger.info("connector %s: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)
             passed.add(name)
-        elif BACKENDS[name].is_store and not (report.is_wrong or report.is_denied or choice.must_work):
+        elif BACKENDS[name].is_store and not (report.is_wrong or report.is_denied):
             _logger.warning("connector %s does not work now and is tried again later: %s", name, report.problem)
             passed.add(name)
         else:

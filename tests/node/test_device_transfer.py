@@ -6,17 +6,19 @@ from kv_connector.self_test import SelfTestReport
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.node.device_transfer import choose_direct
 
+SILENT = SelfTestReport("nothing arrived")
+
 
 class SelfTests:
-    """The reports of the connectors' self-tests: good, except for those named."""
+    """The reports of the connectors' self-tests: good, except for those named, of which `bad` is the report."""
 
-    def __init__(self, *bad: str) -> None:
+    def __init__(self, *names: str, bad: SelfTestReport = SILENT) -> None:
         self.checked: list[str] = []
-        self._bad = bad
+        self._bad = dict.fromkeys(names, bad)
 
     async def check(self, name: str) -> SelfTestReport:
         self.checked.append(name)
-        return SelfTestReport("nothing arrived") if name in self._bad else SelfTestReport(bytes_per_second=1e9)
+        return self._bad.get(name, SelfTestReport(bytes_per_second=1e9))
 
     async def choose(self, names: str, *, required: bool = False, problem: str = "") -> str:
         return ",".join(await choose_direct(names.split(","), self.check, required=required, problem=problem))
@@ -33,6 +35,15 @@ async def test_ucx_serves_alone_but_nothing_serves_without_a_chosen_ucx() -> Non
     tests = SelfTests("ucx")
     assert await tests.choose("shared_memory,ucx") == "" and tests.checked == ["ucx"]
     assert await SelfTests("cuda_ipc").choose("shared_memory") == ""
+
+
+@pytest.mark.parametrize("required", [False, True])
+async def test_a_self_test_without_an_end_ends_the_start_rather_than_staging(required: bool) -> None:
+    """Peers whose test did come to an end map each other's pools on the GPU, and this one could map none of them."""
+    for name, names in (("cuda_ipc", "shared_memory"), ("ucx", "shared_memory,ucx"), ("cuda_ipc", "shared_memory,ucx")):
+        tests = SelfTests(name, bad=SelfTestReport("not ready after 60 s", is_unfinished=True))
+        with pytest.raises(ConfigurationError, match=f"^{name} .* could not be tried: not ready after 60 s; .*staged"):
+            await tests.choose(names, required=required)
 
 
 async def test_staging_is_chosen_without_a_test_when_it_is_unavoidable() -> None:
