@@ -15,7 +15,7 @@ from kvrelay.core.config.fields import flag_of, variable_of
 from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.node.settings import SETTINGS_OF_COMMAND, NodeSettings
 from router.settings import RouterSettings
-from tests.pages import DOCS, ROOT, rows, section
+from tests.pages import DOCS, ROOT, names, rows, section
 
 SETTINGS: Mapping[str, type[ProcessSettings]] = {
     "serve": ServeSettings,
@@ -99,9 +99,18 @@ def test_flags_of_each_program(name: str) -> None:
             assert is_setting or f'"--{flag}"' in source, f"{name} calls {module} with --{flag}"
 
 
-def test_settings_and_defaults_of_sizing() -> None:
+@pytest.mark.parametrize("heading", ["## When something fails", "## Sizing"])
+def test_settings_and_defaults(heading: str) -> None:
     of: dict[str, type[ProcessSettings]] = {"nodes": NodeSettings, "router": RouterSettings}
-    for setting, whose, default, _ in rows(section(PAGES["deployment.md"], "## Sizing")):
+    _, head, table = section(PAGES["deployment.md"], heading).partition("| setting | of | default | choose it by |")
+    for setting, whose, default, _ in rows(head + table):
         field = of[whose.split()[0]].model_fields[re.findall(r"\w+", setting)[0]]
         if number := re.fullmatch(r"([\d,]+)( s)?", default):
             assert field.default == int(number[1].replace(",", "")), setting
+
+
+def test_what_bounds_a_failure_is_a_setting() -> None:
+    bounds = [bound for *_, bound in rows(section(PAGES["deployment.md"], "## When something fails"))]
+    settings = [name for bound in bounds for name in names(bound)]
+    assert "node_silence" in settings
+    assert set(settings) <= NodeSettings.model_fields.keys() | RouterSettings.model_fields.keys()
