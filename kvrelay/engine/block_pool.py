@@ -6,8 +6,7 @@ A block leaves "in use" only when its request references and its pins are both z
 reads or writes memory that belongs to someone else. (Other nodes read without a pin, and notice by header and digest.)
 
 A block whose content is *distrusted* is not found by name any more, and loses its name as soon as no transfer holds it.
-If it may be wrong without anybody noticing, it is *tainted* for as long as anybody holds it: what is computed behind it
-must not be named.
+It is *tainted* for as long as anybody holds it: what is computed behind it must not be named.
 
 Sharing blocks by reference counts follows PagedAttention (Kwon et al., 2023), section 4.4. Evicting the least recently
 used block, tails before heads, follows RadixAttention (Zheng et al., 2024), section 3.
@@ -136,24 +135,23 @@ class BlockPool:
             self._children.setdefault(parent, set()).add(block_hash)
         _note(block_hash, into=self._stored, unless=self._removed)
 
-    def distrust(self, block_ids: Iterable[int]) -> None:
-        """Has nobody find the content of these blocks any more, `on_evict` told at once. Whoever holds them keeps them.
-        Their names are reported by `drain_distrusted`."""
-        named = {block_id for block_id in block_ids if self._block_hashes[block_id] is not None}
-        pinned = [block_id for block_id in named - self._distrusted if self._pins[block_id]]
-        self._distrusted |= named
+    def distrust(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Has nobody find the blocks of these names any more, nor those behind them, also where blocks in between have
+        been evicted; `on_evict` is told at once. Whoever holds them keeps them, and they are tainted. Their names are
+        reported by `drain_distrusted`."""
+        names: set[BlockHash] = set()
+        left = list(block_hashes)
+        while left:
+            name = left.pop()
+            if name not in names:
+                names.add(name)
+                left += self._children.get(name, ())
+        block_ids = {block_id for name in names if (block_id := self._index.get(name)) is not None}
+        pinned = [block_id for block_id in block_ids - self._distrusted if self._pins[block_id]]
+        self._distrusted |= block_ids
         if pinned:
             self._on_evict(pinned)  # what is being published comes back, until the publication is unpinned
         self._forget_distrusted()
-
-    def taint(self, block_hash: BlockHash) -> None:
-        """Distrusts the block of that name, whose content others have found damaged, and all behind it, also where
-        blocks in between have been evicted."""
-        names = [block_hash]
-        for name in names:  # which grows
-            names += self._children.get(name, ())
-        block_ids = [block_id for name in names if (block_id := self._index.get(name)) is not None]
-        self.distrust(block_ids)
         self._tainted.update(filter(self._is_held, block_ids))
 
     def has_tainted(self, block_ids: Sequence[int]) -> bool:

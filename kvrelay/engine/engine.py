@@ -34,7 +34,7 @@ from kvrelay.engine.request import (
     StepResult,
 )
 from kvrelay.engine.runner import Runner
-from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken
+from kvrelay.engine.sampling.sampler import SampledToken
 from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.step_costs import StepCosts
@@ -134,17 +134,18 @@ class Engine:
 
     def abort(self, request_id: str, *, distrust: bool = False) -> None:
         """Ends a request without further output, releases its blocks and ends its lease, if it has one. With
-        `distrust`, nobody finds these blocks any more, because their KV may be wrong. Idempotent."""
+        `distrust`, because their KV may be wrong, nobody finds these blocks any more, nor what was or will be computed
+        behind them. Idempotent."""
         for sequence in self._sequences.pop(request_id, []):
             if distrust:
-                self.pool.distrust(sequence.block_table)
+                self.pool.distrust(sequence.names())
             self._scheduler.remove(sequence)
             self._changes.load_changed = True
         self.release_lease(request_id)
 
     def distrust(self, name: BlockHash) -> None:
         """Has nobody find a block any more, nor what was or will be computed behind it."""
-        self.pool.taint(name)
+        self.pool.distrust([name])
 
     def finish(self, request_id: str, index: int) -> None:
         """Ends one output, of which a token was sampled here, with the reason ABORT. The request's other outputs go on.
@@ -272,7 +273,7 @@ class Engine:
         for entry, sequence, result in zip(step.plan.scheduled, step.sequences, output.results, strict=True):
             if sequence.state is SequenceState.FINISHED:
                 continue  # it ended while the step was in flight, which computed its extra token
-            if any(sampled.token_id == NO_TOKEN for sampled in result.sampled):
+            if not result.is_finite:
                 # Perhaps because of a fault in an earlier step, which all who find its blocks would repeat.
                 self._fail([sequence], NotFiniteError("the model returned logits that are not finite"))
                 continue

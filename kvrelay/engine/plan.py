@@ -1,11 +1,12 @@
 """The plan of a step and its result: the only data that scheduler and runner exchange."""
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.record import record
-from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
+from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, SamplingRow
 
 UNKNOWN_TOKEN = -1  # no model has this id, so running it is an error
 
@@ -54,6 +55,14 @@ class SequenceResult:
 
     sampled: tuple[SampledToken, ...]
     prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Tells whether the logits behind it were finite."""
+        if any(sampled.token_id == NO_TOKEN for sampled in self.sampled):
+            return False
+        # An infinity among the logits makes NaN of every log-probability of its row; a token can have that of zero.
+        return self.prompt_logprobs is None or not any(map(math.isnan, self.prompt_logprobs.logprobs))
 
 
 @dataclass(frozen=True, slots=True)

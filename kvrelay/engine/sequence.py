@@ -182,6 +182,11 @@ class Sequence:
             self.block_hashes(place + 1)
         return self._block_hashes[place]
 
+    def names(self) -> list[BlockHash]:
+        """Returns every name that a block of its known tokens can have."""
+        tail = self.given_tail()
+        return self.block_hashes(self.num_tokens // self.block_size) + ([] if tail is None else [tail[0]])
+
     def fixed_edits(self) -> FixedEdits:
         """Returns the biases and stop tokens of the request, as arrays that are built once."""
         if self._fixed is None:

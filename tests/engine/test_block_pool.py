@@ -137,13 +137,13 @@ def test_nobody_finds_what_is_distrusted_though_it_is_held() -> None:
     (unnamed,) = take(pool, 1)
     pool.pin([pinned])
     pool.release([pinned, cached])
-    pool.distrust([pinned, cached, held, unnamed])
+    pool.distrust(map(name, (1, 2, 3, 4)))
     assert sorted(pool.evicted) == [(pinned, name(1)), (cached, name(2)), (held, name(3))], "peers find none of them"
     assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
     assert pool.lookup([name(1)]) == [] and pool.is_distrusted(pinned)
     assert [pool.find(name(number)) for number in (1, 2, 3)] == [pinned, None, None], "its name is not free yet"
     pool.check_integrity()
-    pool.distrust([pinned])
+    pool.distrust([name(1)])
     pool.unpin([pinned])
     assert pool.evicted[3:] == [(pinned, name(1))] and pool.find(name(1)) is None, "what was published meanwhile"
     assert (pool.drain_distrusted(), pool.drain_distrusted()) == ([name(1)], [])
@@ -159,8 +159,7 @@ def test_a_block_stays_tainted_until_nobody_holds_it() -> None:
         pool.register(block_id, name(number), parent=None if parent is None else name(parent))
     pool.pin([pinned, pinned])
     pool.release([before, pinned, cached])
-    pool.taint(name(9))
-    pool.taint(name(1))
+    pool.distrust([name(9), name(1)])
     assert pool.has_tainted([4, pinned]) and pool.has_tainted([held]), "which is behind it"
     assert not pool.has_tainted([before, cached]), "nobody holds it"
     assert pool.lookup([name(0), name(1)]) == [before]
@@ -176,14 +175,14 @@ def test_a_block_stays_tainted_until_nobody_holds_it() -> None:
     pool.check_idle()
 
 
-def test_a_taint_reaches_what_is_behind_an_evicted_block() -> None:
+def test_distrust_reaches_what_is_behind_an_evicted_block() -> None:
     pool = Pool(4)
     first, second, third, other = take(pool, 4)
     for block_id, number, parent in ((first, 1, None), (second, 2, 1), (third, 3, 2), (other, 4, 1)):
         pool.register(block_id, name(number), parent=None if parent is None else name(parent))
     pool.release([second])
     assert pool.allocate(1) == [second], "another request computes with it"
-    pool.taint(name(1))
+    pool.distrust([name(1)])
     assert [pool.find(name(number)) for number in (1, 3, 4)] == [None, None, None]
     assert pool.has_tainted([third]) and not pool.has_tainted([second])
     pool.release([first, second, third, other])
@@ -195,12 +194,12 @@ def test_a_name_is_behind_another_for_as_long_as_it_or_one_behind_it_has_a_block
     first, second, third, other = take(pool, 4)
     for block_id, number, parent in ((first, 1, None), (second, 2, 1), (third, 3, 2)):
         pool.register(block_id, name(number), parent=None if parent is None else name(parent))
-    pool.distrust([second, third])
-    pool.taint(name(1))
-    assert pool.find(name(1)) is None and not pool.has_tainted([second, third]), "they lost their names before"
+    pool.release([second])
+    pool.release([third])
+    assert sorted(pool.allocate(2) or ()) == sorted([second, third]), "they lose their names"
     pool.register(other, name(3), parent=name(2))
-    pool.taint(name(1))
-    assert pool.find(name(3)) == other, "of name 2 nothing is known any more"
+    pool.distrust([name(1)])
+    assert pool.find(name(1)) is None and pool.find(name(3)) == other, "of name 2 nothing is known any more"
     pool.release([first, second, third, other])
     pool.check_idle()
 
@@ -209,7 +208,7 @@ def test_a_pinned_block_that_a_request_holds_loses_its_name_with_its_last_pin() 
     pool = Pool(1)
     blocks = take_named(pool, 1)
     pool.pin(blocks * 2)
-    pool.distrust(blocks)
+    pool.distrust([name(1)])
     pool.unpin(blocks)
     assert pool.find(name(1)) == blocks[0]
     pool.unpin(blocks)

@@ -280,12 +280,14 @@ class _History:
         """Names some blocks, mostly in the order of the sequence, and others in ways that it does not know."""
         missing = [name for name in self.names if self.pool.find(name) is None]
         others = [BlockHash(self.rng.randbytes(32)) for _ in range(2)]
-        unnamed = [block for block in dict.fromkeys(chain(*self.held)) if self.pool.hash_of(block) is None]
+        held = [block for block in dict.fromkeys(chain(*self.held)) if not self.pool.has_tainted([block])]
+        unnamed = [block for block in held if self.pool.hash_of(block) is None]
         for block, name in zip(unnamed, self.rng.choice((missing, missing[::-1], others)), strict=False):
             self.pool.register(block, name)
 
     def distrust(self) -> None:
-        self.pool.distrust(self.rng.sample(range(self.pool.num_blocks), 1))
+        block_hash = self.pool.hash_of(self.rng.randrange(self.pool.num_blocks))
+        self.pool.distrust([] if block_hash is None else [block_hash])
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,11 +1,12 @@
 """A fault of the hardware under a prompt: the requests that have read what it left fail, and no others."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from kvrelay.core.kv.block_hash import BlockHash
-from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
+from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.request import KVRole
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import NO_TOKEN
@@ -22,19 +23,43 @@ class FaultyRunner(FakeRunner):
 
     def __init__(self) -> None:
         super().__init__(64, BLOCK_SIZE)
-        self.bad: set[int] | None = None  # blocks
+        self.has_fault = True
+        self.bad: set[tuple[int, int]] = set()  # (block, slot)
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         output = super().launch(plan).collect()
-        results = []
-        for entry, result in zip(plan.scheduled, output.results, strict=True):
-            end = entry.start + len(entry.token_ids)
-            written = set(entry.block_table[entry.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)])
-            self.bad = written if self.bad is None else self.bad - written
-            if self.bad.intersection(entry.block_table):
-                result = replace(result, sampled=tuple(replace(one, token_id=NO_TOKEN) for one in result.sampled))
-            results.append(result)
+        for source, target in plan.copies:
+            copied = {(target, slot) for block, slot in self.bad if block == source}
+            self.bad = {(block, slot) for block, slot in self.bad if block != target} | copied
+        results = list(map(self._with_faults, plan.scheduled, output.results))
+        self.has_fault = False
         return FinishedStep(ModelRunnerOutput(tuple(results)))
+
+    def _with_faults(self, entry: ScheduledSequence, result: SequenceResult) -> SequenceResult:
+        end = entry.start + entry.num_scheduled_tokens
+        places = [divmod(position, BLOCK_SIZE) for position in range(end)]
+        slots = [(entry.block_table[block], slot) for block, slot in places]
+        written = slots[entry.start :]
+        if not self.has_fault and self.bad.isdisjoint(slots[: entry.start]):
+            self.bad.difference_update(written)
+            return result
+        self.bad.update(written)
+        return replace(result, sampled=tuple(replace(one, token_id=NO_TOKEN) for one in result.sampled))
+
+
+class UnsureRunner(FakeRunner):
+    """A runner that has no log-probability for one token in the middle of a prompt."""
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        output = super().launch(plan).collect()
+        for entry, result in zip(plan.scheduled, output.results, strict=True):
+            if result.prompt_logprobs is not None and 0 < entry.start < CHUNK + BLOCK_SIZE:
+                result.prompt_logprobs.logprobs[3] = math.nan
+        return FinishedStep(output)
+
+
+def failed(harness: Harness) -> list[str]:
+    return [failure.request_id for result in harness.results for failure in result.failures if failure.is_not_finite]
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -46,8 +71,7 @@ def test_what_a_fault_has_left_is_not_found_again(run_ahead: bool) -> None:
     for request_id in ("bad", "good"):
         harness.engine.add(request(request_id, PROMPT))
         harness.run()
-        failures = [failure.request_id for result in harness.results for failure in result.failures]
-        assert failures == (["bad"] if request_id == "bad" else [])
+        assert failed(harness) == (["bad"] if request_id == "bad" else [])
         harness.results.clear()
     assert harness.tokens["good", 0] == expected_output(PROMPT, 8)
     assert harness.evicted, "nor by those who hold it under its name elsewhere"
@@ -70,7 +94,7 @@ def test_what_others_still_hold_is_not_found_either(run_ahead: bool) -> None:
     assert harness.reservation("holder").num_cached_tokens == CHUNK
     harness.engine.add(request("good", PROMPT))
     harness.run()
-    assert [failure.request_id for result in harness.results for failure in result.failures] == ["bad"]
+    assert failed(harness) == ["bad"]
     assert harness.tokens["good", 0] == expected_output(PROMPT, 8)
     told = [name for result in harness.results for name in result.distrusted]
     assert set(names) <= set(told) and len(set(told)) == len(told), "a store has to forget them"
@@ -117,10 +141,60 @@ def test_a_prefix_that_was_found_before_it_was_distrusted_is_not_offered() -> No
     harness.results.clear()
     harness.engine.start("late")
     harness.run()
-    offered = {block.block_hash for result in harness.results for block in result.named}
-    assert offered and not prefix & offered
-    harness.engine.release_lease("late")
+    assert not [block for result in harness.results for block in result.named], "nor what is computed behind it"
+    assert failed(harness) == ["late"]
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_what_lies_behind_the_failed_request_is_not_found_either(run_ahead: bool) -> None:
+    """A longer prompt that begins with the same blocks has left some, and the next one must not swap its own for
+    them."""
+    harness = Harness(
+        run_ahead=run_ahead, wrap=lambda runner: FaultyRunner(), max_num_batched_tokens=CHUNK, publish=True
+    )
+    harness.engine.add(request("gone", PROMPT))
+    while len({block.block_hash for result in harness.results for block in result.named}) < 4:
+        harness.step()
+    harness.engine.abort("gone")
+    harness.engine.add(request("short", PROMPT[: CHUNK + 3]))
     harness.run()
+    assert failed(harness) == ["short"]
+    named = {block.block_hash for result in harness.results for block in result.named}
+    assert {name for result in harness.results for name in result.distrusted} == named, "a store has to forget them"
+    harness.engine.add(request("good", PROMPT))
+    harness.run()
+    assert failed(harness) == ["short"]
+    assert harness.tokens["good", 0] == expected_output(PROMPT, 8)
+    harness.engine.check_idle()
+
+
+def test_what_a_preempted_request_has_left_is_not_found_either() -> None:
+    """It has no block while it waits, but those that it had are cached under its names."""
+    harness = Harness(wrap=lambda runner: FaultyRunner(), max_num_batched_tokens=CHUNK, publish=True)
+    harness.engine.add(request("preempted", PROMPT))
+    harness.step()
+    scheduler = harness.engine._scheduler
+    scheduler._preempt(scheduler.running.last())
+    named = [block.block_hash for result in harness.results for block in result.named]
+    assert named and harness.engine.pool.lookup(named)
+    harness.engine.abort("preempted", distrust=True)
+    assert not harness.engine.pool.lookup(named)
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_prompt_token_without_a_log_probability_fails_its_request(run_ahead: bool) -> None:
+    """Its logits were not finite. No token is sampled from them, and none of the following ones depends on them."""
+    harness = Harness(
+        run_ahead=run_ahead, wrap=lambda runner: UnsureRunner(64, BLOCK_SIZE), max_num_batched_tokens=CHUNK
+    )
+    plain = request("bad", PROMPT)
+    harness.engine.add(replace(plain, sampling=replace(plain.sampling, prompt_logprobs=1)))
+    harness.engine.add(request("good", PROMPT))
+    harness.run()
+    assert failed(harness) == ["bad"]
+    assert harness.tokens["good", 0] == expected_output(PROMPT, 8) and not harness.tokens["bad", 0]
     harness.engine.check_idle()
 
 

@@ -85,7 +85,7 @@ class Run:
 
     def step(self) -> None:
         takes = (self.allocate, self.hit, self.pin, self.register)
-        self.rng.choice((*takes, self.release, self.unpin, self.distrust, self.taint, self.other))()
+        self.rng.choice((*takes, self.release, self.unpin, self.distrust, self.other))()
         assert self.pool.num_free == self.naive.num_free
         assert {i: self.pool.hash_of(i) for i in self.naive.names} == self.naive.names
         assert all(self.pool.ref_count(i) == count for i, count in self.naive.refs.items())
@@ -144,15 +144,8 @@ class Run:
                 self.naive.names[block_id] = name(number)
 
     def distrust(self) -> None:
-        block_ids = self.rng.sample(list(self.naive.refs), min(2, len(self.naive.refs)))
-        self.pool.distrust(block_ids)
-        self.naive.distrusted |= {i for i in block_ids if i in self.naive.names}
-        self.naive.forget_distrusted()
-
-    def taint(self) -> None:
-        number = self.rng.randrange(12)
-        self.pool.taint(name(number))
-        doomed = {number}
+        doomed = set(self.rng.sample(range(12), self.rng.randrange(3)))
+        self.pool.distrust(map(name, sorted(doomed)))
         for child in range(1, 12):  # those before it first
             if child // 2 in doomed and child in self.naive.followers():
                 doomed.add(child)

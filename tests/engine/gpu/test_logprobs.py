@@ -1,10 +1,13 @@
 """Log-probabilities computed on the GPU equal those that the host computes row by row."""
 
+import math
+
 import pytest
 import torch
 
 from kvrelay.engine.gpu.logprobs import launch_logprobs
-from kvrelay.engine.sampling.logprobs import token_logprobs
+from kvrelay.engine.plan import SequenceResult
+from kvrelay.engine.sampling.logprobs import token_logprobs, token_logprobs_in_torch
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
@@ -29,3 +32,15 @@ def test_log_probabilities_equal_those_of_the_host(k: int) -> None:
 def test_each_row_gets_as_many_top_tokens_as_it_asked_for() -> None:
     found = launch_logprobs(torch.randn(3, 20), torch.tensor([1, 2, 3]), [0, 5, 2]).collect()
     assert [len(one.top) for one in found] == [0, 5, 2]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_token_of_a_row_that_is_not_finite_has_a_log_probability(value: float) -> None:
+    """By this the engine knows such a row, also one from which it samples nothing."""
+    logits = torch.randn(2, 20)
+    logits[1, 7] = value
+    on_gpu = launch_logprobs(logits, torch.tensor([3, 3]), [2, 2]).columns()
+    for found in (on_gpu, *(compute(list(logits), [3, 3], 2) for compute in (token_logprobs, token_logprobs_in_torch))):
+        assert [math.isnan(logprob) for logprob in found.logprobs] == [False, True]
+        assert [math.isnan(logprob) for logprob in found.top_logprobs] == [False, False, True, True]
+        assert not SequenceResult((), found).is_finite
