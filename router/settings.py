@@ -74,7 +74,10 @@ class RouterOptions(ProcessSettings):
         "whether more than max_attempts have ended; a new request is refused at once.",
     )
     max_body_bytes: int = Field(
-        default=8 * 1024 * 1024, ge=1024, description="Largest HTTP body, or gRPC message of a client, that is read."
+        default=2 * 1024 * 1024,
+        ge=1024,
+        description="Largest HTTP body, or gRPC message of a client, that is read. The default has room for a prompt "
+        "of 131,072 tokens, as text or as ids. All others wait while the router parses a body.",
     )
     allowed_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         default=(),

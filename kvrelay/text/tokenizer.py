@@ -23,8 +23,10 @@ from kvrelay.core.model.json_object import read_json_object
 from kvrelay.core.model.tokenizer_files import refuse_without_tokenizer
 from kvrelay.text.chat_message import ChatMessage
 
-# Tokenising more characters, or rendering more messages, would keep an event loop waiting for too long.
+# Tokenising more characters, decoding more tokens, or rendering more messages, would keep an event loop waiting for too
+# long.
 LONG_TEXT_CHARS = 8 * 1024
+LONG_TEXT_TOKENS = 8 * 1024
 LONG_CHAT_MESSAGES = 128
 # While it is tokenised, a text takes a hundred times its size in memory: larger ones take turns.
 HUGE_TEXT_CHARS = 1024 * 1024
@@ -60,6 +62,8 @@ class Tokenizer:
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
         self._reserved_variables = {"self", "messages", "conversations", *parameters} - {"kwargs"}
         added = backend.get_added_tokens_decoder()
+        # What is put before and after a text need not be in the vocabulary.
+        self.largest_token_id = max((*backend.get_vocab(with_added_tokens=True).values(), *backend.encode("").ids))
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoders = _decoder_types(backend)
         self._byte_of_char = _byte_alphabet() if "ByteLevel" in decoders else None
@@ -162,6 +166,15 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def decode_long(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Decodes as `decode` does; many tokens in a thread, so that the event loop does not wait."""
+        if len(token_ids) <= LONG_TEXT_TOKENS:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # As a batch of one, for the reason of `_encode_unlocked`.
+        decode = partial(self.backend.decode_batch, [token_ids], skip_special_tokens=skip_special_tokens)
+        (text,) = await asyncio.to_thread(decode)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that the token adds to the text; they may be only a part of a character."""

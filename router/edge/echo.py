@@ -30,7 +30,7 @@ async def echoes(
         if isinstance(prompt, TextPrompt):
             found.append(Echo(prompt.text))
         else:
-            found.append(Echo(tokenizer.decode(prompt.token_ids, skip_special_tokens=False)))
+            found.append(Echo(await tokenizer.decode_long(prompt.token_ids, skip_special_tokens=False)))
             await asyncio.sleep(0)  # a hundred of them may be long
         num_chars += num_copies * len(found[-1].text)
         if num_chars > MAX_CHARS:
@@ -49,18 +49,22 @@ async def encoded_logprobs(
     logprobs = CompletionFormat(tokenizer).logprobs
     offsets = await _text_offsets(tokenizer, echo.text, token_ids)
 
-    def one(token: tuple[TokenLogprobs, int]) -> dict[str, str]:
+    def one(token: tuple[TokenLogprobs, int]) -> dict[str, bytes]:
         entry, offset = token
-        return {name: to_json(items)[1:-1] for name, items in logprobs((entry,), (offset,)).items()}
+        return {name: to_json(items)[1:-1].encode() for name, items in logprobs((entry,), (offset,)).items()}
 
     first = {
-        "tokens": to_json(tokenizer.token_text(token_ids[0])),
-        "token_logprobs": "null",
-        "top_logprobs": "null",
-        "text_offset": "0",
+        "tokens": to_json(tokenizer.token_text(token_ids[0])).encode(),
+        "token_logprobs": b"null",
+        "top_logprobs": b"null",
+        "text_offset": b"0",
     }
     tokens = [first, *await in_turns(one, zip(found, offsets[1:], strict=True))]
-    return {name: ",".join(token[name] for token in tokens).encode() for name in first}
+    encoded: dict[str, bytes] = {}
+    for name in first:
+        encoded[name] = b",".join([token[name] for token in tokens])
+        await asyncio.sleep(0)
+    return encoded
 
 
 async def _text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:

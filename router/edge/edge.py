@@ -88,7 +88,7 @@ class Edge:
             model = self.relay.served_model()
             return await self.validator.token_ids(prompt, model), model.max_model_len
 
-    def detokenize(
+    async def detokenize(
         self, token_ids: Sequence[int], model_name: str | None, *, skip_special_tokens: bool, field: str
     ) -> str:
         """Returns the text of tokens, of which there may be none. Raises InvalidRequestError that names `field`."""
@@ -101,7 +101,7 @@ class Edge:
                     field=field,
                 )
             check_token_ids(token_ids, model.vocab_size, field=field)
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self.tokenizer.decode_long(token_ids, skip_special_tokens=skip_special_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ends a request with CancelledByPeerError, even before it begins; unknown ids are ignored."""

@@ -4,6 +4,7 @@ Invariant: every answer has an `x-request-id`, and every error has OpenAI's form
 wrong.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -178,7 +179,7 @@ class _Gateway:
     async def detokenize(self, request: Request) -> Response:
         with self._bodies.share() as share:
             body = await self._body(request, DetokenizeBody, share)
-        text = self._edge.detokenize(body.tokens, body.model, skip_special_tokens=False, field="tokens")
+        text = await self._edge.detokenize(body.tokens, body.model, skip_special_tokens=False, field="tokens")
         return WholeAnswer(to_json({"prompt": text}).encode(), self._untaken)
 
     async def models(self, request: Request) -> Response:
@@ -240,11 +241,22 @@ class _Gateway:
         share: BodyShare,
         admission: Admission,
     ) -> tuple[HttpGeneration, _Streaming | None]:
-        call = call_of(await self._body(request, form, share))
-        return await until_disconnect(request.receive, self._admitted(request, call, admission)), call.streaming
+        work = self._admitted(request, await self._body(request, form, share), call_of, admission)
+        return await until_disconnect(request.receive, work)
 
-    async def _admitted(self, request: Request, call: _Call, admission: Admission) -> HttpGeneration:
+    async def _admitted(
+        self,
+        request: Request,
+        body: GenerationBodyT,
+        call_of: Callable[[GenerationBodyT], _Call],
+        admission: Admission,
+    ) -> tuple[HttpGeneration, _Streaming | None]:
         """Admits all prompts of a call, before any of them runs."""
+        # In a turn of the event loop of its own: for tens of thousands of biases, to parse the body, to make its call
+        # and to check that takes long each.
+        call = call_of(body)
+        del body
+        await asyncio.sleep(0)
         response_id = f"{call.id_prefix}-{request.scope[_REQUEST_ID]}"
         num_clients = len(call.clients)
         ids = [response_id] if num_clients == 1 else [f"{response_id}-{i}" for i in range(num_clients)]
@@ -257,7 +269,10 @@ class _Gateway:
             )
             repeated = await echoes(self._edge.tokenizer, call.echoed, num_copies=routed[0].sampling.n)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
-        return HttpGeneration(self._edge, routed, call.shape, envelope, echoes=repeated, only_echoes=call.only_echoes)
+        generation = HttpGeneration(
+            self._edge, routed, call.shape, envelope, echoes=repeated, only_echoes=call.only_echoes
+        )
+        return generation, call.streaming
 
     def _model_card(self) -> Json:
         return {

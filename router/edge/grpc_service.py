@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvrelay.core.errors import InvalidRequestError
+from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.rpc.calls import Context
-from kvrelay.core.rpc.connections import MAX_MESSAGE_BYTES
 from kvrelay.core.rpc.wire import finish_reason_to_wire, logprobs_to_wire
 from kvrelay.core.turns import in_turns
 from kvrelay.text.chat_message import check_role
@@ -28,6 +28,8 @@ from router.request import KVOrigins, RequestTrace, RoutedRequest
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 MAX_REQUEST_ID_CHARS = 128
 REQUEST_ID_KEY = "x-request-id"  # as over HTTP
+# Of the answer of `Generate`. gRPC would send more, but a message is counted and encoded in one turn of the event loop.
+MAX_ANSWER_BYTES = 16 << 20
 
 # Typed as Any because the stubs of `HasField` accept only literals.
 _OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (
@@ -48,9 +50,9 @@ _OPTIONAL_SAMPLING_FIELDS: tuple[Any, ...] = (
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    """The service. `max_answer_bytes`: what one message may have."""
+    """The service. `max_answer_bytes`: what an answer may have that is not streamed."""
 
-    def __init__(self, edge: Edge, *, max_answer_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, edge: Edge, *, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
         self._edge = edge
         self._max_answer_bytes = max_answer_bytes
 
@@ -69,7 +71,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                         usage.completion_tokens += len(event.token_ids)
                         _add_tokens(message.outputs.add(text=event.text), event)
                     case PromptLogprobs():
-                        message.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event))
+                        await add_prompt_logprobs(message, event)
                     case RequestTrace():
                         trace = event
                         continue
@@ -92,13 +94,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
                         texts[event.index].append(event.text)
                         num_bytes += _add_tokens(whole.outputs[event.index], event)
                     case PromptLogprobs():
-                        whole.prompt_logprobs.extend(await in_turns(logprobs_to_wire, event))
+                        await add_prompt_logprobs(whole, event)
                     case RequestTrace():
                         for output, pieces in zip(whole.outputs, texts, strict=True):
                             output.text = "".join(pieces)
                         whole.MergeFrom(self._last(routed, usage, event))
                         num_bytes = whole.ByteSize()
-                if num_bytes > self._max_answer_bytes:  # gRPC would fail, with a status after which clients try again
+                if num_bytes > self._max_answer_bytes:
                     await events.athrow(_too_long(routed, self._max_answer_bytes))
         return whole
 
@@ -123,8 +125,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
-        text = self._edge.detokenize(
-            request.token_ids,
+        text = await self._edge.detokenize(
+            request.token_ids[:],  # a list is read faster
             request.model or None,
             skip_special_tokens=request.skip_special_tokens,
             field="token_ids",
@@ -219,10 +221,20 @@ def _chat_prompt(chat: router_pb2.ChatMessages) -> ChatPrompt:
 
 def _too_long(routed: RoutedRequest, max_bytes: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the answer has more than the {max_bytes} bytes that fit one message: use GenerateStream, or ask for "
+        f"the answer has more than the {max_bytes} bytes that one message may have: use GenerateStream, or ask for "
         "less with logprobs, n or max_tokens",
         field="max_tokens" if routed.sampling.logprobs is None else "logprobs",
     )
+
+
+async def add_prompt_logprobs(message: router_pb2.GenerateResponse, found: PromptLogprobs) -> None:
+    """Adds those of a prompt to a message, of which there may be a million. The event loop turns after some of them: it
+    would take long to make them, and as long to add them."""
+
+    def add(entry: TokenLogprobs) -> None:
+        message.prompt_logprobs.append(logprobs_to_wire(entry))
+
+    await in_turns(add, found)
 
 
 def _add_tokens(output: router_pb2.OutputChunk, chunk: TextChunk) -> int:

@@ -24,6 +24,8 @@ from router.edge.openai_errors import refusal_body
 MAX_HEAD_BYTES = 64 << 10
 # A client may send requests before the first one is answered. As long as fewer than this wait, more is read.
 MAX_WAITING = 16
+# One read may bring many thousands of requests, all of which the event loop would set up in one turn.
+MAX_UNANSWERED = 1024
 # Where an application finds, in a request's `state`, the function that drops the connection with all that it buffers.
 ABORT = "kvrelay.abort"
 
@@ -118,6 +120,12 @@ class BoundedHttp(HttpToolsProtocol):
             self._write_timer.cancel()
 
     def on_message_begin(self) -> None:
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            message = f"At most {MAX_UNANSWERED} requests may be sent before the first one is answered."
+            self.send_400_response(message)
+            raise httptools.HttpParserError(message)  # so that nothing more of this read is parsed
         super().on_message_begin()
         self.scope["state"][ABORT] = self.transport.abort
 
@@ -140,8 +148,6 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _WithoutChunks.make(self.cycle)
-        while self._unanswered and self._unanswered[0].response_complete:
-            self._unanswered.popleft()
         self._unanswered.append(self.cycle)
         self.flow.resume_reading()  # uvicorn stops if this one has to wait, and would not see the client leave
 
@@ -161,7 +167,10 @@ class BoundedHttp(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self.timeout_keep_alive, self._drop_unless_taken, num_left)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no request, in OpenAI's form, and closes. Only closes if another answer has begun."""
+        """Answers what is no request, in OpenAI's form, and closes. Only closes if another answer has begun, and does
+        nothing if it was called before, as by a callback of the parser that then fails."""
+        if self.transport.is_closing():
+            return
         if not any(cycle.response_started and not cycle.response_complete for cycle in self._unanswered):
             body = json.dumps(refusal_body(msg)).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close" % len(body)

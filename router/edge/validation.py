@@ -142,8 +142,10 @@ class RequestValidator:
             )
             _check_chars(text, prompt, model)
             token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
-        # A tokenizer may know more tokens than its model.
-        check_token_ids(token_ids, model.vocab_size, field=field, name=name)
+        # A tokenizer may know more tokens than its model. If it does not, its tokens, of which there may be millions,
+        # need no check.
+        if isinstance(prompt, TokenPrompt) or self._tokenizer.largest_token_id >= model.vocab_size:
+            check_token_ids(token_ids, model.vocab_size, field=field, name=name)
         return token_ids
 
 
@@ -176,13 +178,14 @@ def _check_chars(text: str, prompt: Prompt, model: ServedModel) -> None:
 
 
 def _check_template_kwargs(kwargs: dict[str, Any] | None) -> None:
-    num_chars = len(json.dumps(kwargs))
-    if num_chars > MAX_CHAT_TEMPLATE_KWARGS_CHARS:
-        raise InvalidRequestError(
-            f"chat_template_kwargs has {num_chars} characters as JSON, at most {MAX_CHAT_TEMPLATE_KWARGS_CHARS} are "
-            "allowed",
-            field="chat_template_kwargs",
-        )
+    num_chars = 0
+    for piece in json.JSONEncoder().iterencode(kwargs):  # only up to the limit: a body may have megabytes of them
+        num_chars += len(piece)
+        if num_chars > MAX_CHAT_TEMPLATE_KWARGS_CHARS:
+            raise InvalidRequestError(
+                f"chat_template_kwargs has more than {MAX_CHAT_TEMPLATE_KWARGS_CHARS} characters as JSON",
+                field="chat_template_kwargs",
+            )
 
 
 def _cache_salt(salt: str | None) -> bytes:

@@ -1,5 +1,6 @@
 """docs/api.md names the paths, parameters, fields and statuses of the HTTP interface, and no others."""
 
+import json
 import re
 
 import pytest
@@ -9,9 +10,11 @@ from kvrelay.core.errors import KVRelayError, status_of
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge import gateway, openai_errors
+from router.edge.grpc_service import MAX_ANSWER_BYTES
 from router.edge.openai_schema import ChatBody, CompletionBody, TokenizeBody
 from router.edge.unsupported_fields import UNSUPPORTED_FIELDS
 from router.request import KVOrigins, RequestTrace
+from router.settings import RouterSettings
 from tests.pages import names, page, rows, section
 from tests.router.edge.edge_parts import ScriptedRelay, make_edge
 
@@ -52,6 +55,15 @@ def test_refused_fields() -> None:
     [[what]] = [row[1:] for row in rows(section(PAGE, "## HTTP")) if "/tokenize" in row[0]]
     said = what[what.index("token's text") : what.index("are refused")]
     assert set(names(said)) == set(TokenizeBody.refused)
+
+
+def test_largest_requests_and_answers() -> None:
+    largest, words = RouterSettings.model_fields["max_body_bytes"].default, " ".join(PAGE.split())
+    assert f"`--max-body-bytes`, {largest >> 20} MiB, which has room for a prompt of 131,072 tokens" in words
+    assert len(json.dumps({"prompt": [999_999] * 131_072})) < largest
+    together = gateway.BODIES_AT_A_TIME * largest >> 20
+    assert f"{gateway.BODIES_AT_A_TIME} times `--max-body-bytes`, {together} MiB" in words
+    assert f"{largest >> 20} MiB (`--max-body-bytes`), answers of `Generate` {MAX_ANSWER_BYTES >> 20} MiB" in words
 
 
 def test_fields_of_a_trace() -> None:

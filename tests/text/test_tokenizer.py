@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.errors import InvalidRequestError, ModelLoadError
 from kvrelay.text import tokenizer as tokenizer_module
-from kvrelay.text.tokenizer import LONG_CHAT_MESSAGES, LONG_TEXT_CHARS, Tokenizer
+from kvrelay.text.tokenizer import LONG_CHAT_MESSAGES, LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 from tests.text.tiny_tokenizer import backend_tokenizer, sentencepiece_like, write_tokenizer
 
 
@@ -62,6 +62,23 @@ async def test_huge_texts_are_encoded_one_at_a_time_and_a_long_one_does_not_wait
     finally:
         may_end.set()
     assert len(await asyncio.gather(*encoding)) == 3
+
+
+async def test_many_tokens_are_decoded_beside_the_event_loop_like_few(tokenizer: Tokenizer) -> None:
+    token_ids = [0, *(5 + number % 300 for number in range(LONG_TEXT_TOKENS))]
+    for skip in (True, False):
+        decoding = [asyncio.create_task(tokenizer.decode_long(token_ids, skip_special_tokens=skip)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in decoding), "the loop has waited"
+        assert set(await asyncio.gather(*decoding)) == {tokenizer.decode(token_ids, skip_special_tokens=skip)}
+
+
+def test_the_largest_token_may_be_one_that_only_begins_texts(tokenizer: Tokenizer) -> None:
+    assert tokenizer.largest_token_id == tokenizer.vocab_size - 1
+    backend = backend_tokenizer()
+    backend.post_processor = processors.TemplateProcessing(single="<x> $A", special_tokens=[("<x>", 9999)])
+    made = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))  # type: ignore[no-untyped-call]
+    assert max(made.encode_now("hello", add_special_tokens=True)) == made.largest_token_id == 9999
 
 
 async def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:

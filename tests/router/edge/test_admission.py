@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -18,7 +18,8 @@ from router.edge.edge import Edge
 from router.edge.fan_in import merged
 from router.edge.gateway import create_app
 from router.edge.metrics import RouterMetrics
-from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
+from router.edge.openai_schema import CompletionBody
+from router.edge.validation import ClientRequest, RequestValidator, TextPrompt, TokenPrompt
 from router.request import RoutedRequest
 from tests.checked_fields import note_checks
 from tests.loop_turns import counting_turns
@@ -195,6 +196,27 @@ async def test_whenever_a_client_leaves_its_room_is_given_back(
         await app(dict(scope), receiving(num_turns), send)
         assert (len(edge._admissions), relay.num_running) == (0, 0)
     assert left_waiting == set(range(len(prompts) + 1)), "a client left when so many had not begun"
+
+
+async def test_the_loop_turns_between_parsing_a_body_making_its_call_and_checking_that(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tens of thousands of biases, each takes long."""
+    turns: list[int] = []
+
+    def noting(function: Callable[..., object]) -> Callable[..., object]:
+        def noted(*args: object, **kwargs: object) -> object:
+            turns.append(num_turns())
+            return function(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(CompletionBody, "parse", noting(CompletionBody.parse))
+    monkeypatch.setattr(CompletionBody, "sampling", noting(CompletionBody.sampling))
+    monkeypatch.setattr(RequestValidator, "sampling", noting(RequestValidator.sampling))
+    async with serving(ScriptedRelay(tokenizer)) as gateway, counting_turns() as num_turns:
+        assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+    assert len(turns) == len(set(turns)) == 3
 
 
 async def test_the_loop_turns_between_the_prompts_of_a_call(relay: ScriptedRelay) -> None:

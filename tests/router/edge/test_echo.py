@@ -7,11 +7,12 @@ import pytest
 from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.turns import ITEMS_AT_A_TIME
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import LONG_TEXT_TOKENS, Tokenizer
 from router.edge.echo import echoes, encoded_logprobs
 from router.edge.openai_format import Echo
 from router.edge.validation import TokenPrompt
 from tests.loop_turns import counting_turns
+from tests.router.edge.edge_parts import ScriptedRelay, make_edge
 from tests.router.edge.gateway_client import COMPLETION, REPLY, Gateway
 from tests.text.tiny_tokenizer import sentencepiece_like
 
@@ -135,7 +136,7 @@ async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenize
     found = PromptLogprobs.of([TokenLogprobs(5, -1.0, 1)] * (num_tokens - 1))
     async with counting_turns() as num_turns:
         await encoded_logprobs(tokenizer, Echo(tokenizer.token_text(5) * num_tokens), [5] * num_tokens, found)
-        assert num_turns() >= 39
+        assert num_turns() >= 39 + len(LISTS)
 
 
 async def test_the_loop_turns_between_prompts_whose_texts_are_repeated(tokenizer: Tokenizer) -> None:
@@ -143,6 +144,17 @@ async def test_the_loop_turns_between_prompts_whose_texts_are_repeated(tokenizer
     async with counting_turns() as num_turns:
         assert await echoes(tokenizer, prompts) == [Echo(tokenizer.token_text(5))] * 30
         assert num_turns() >= 30
+
+
+async def test_the_text_of_many_tokens_is_made_beside_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids = [5] * (LONG_TEXT_TOKENS + 1)
+    expected = tokenizer.decode(token_ids, skip_special_tokens=False)
+    edge = make_edge(ScriptedRelay(tokenizer, max_model_len=len(token_ids)))
+    monkeypatch.setattr(tokenizer, "decode", None)
+    assert await echoes(tokenizer, [TokenPrompt(token_ids)]) == [Echo(expected)]
+    assert await edge.detokenize(token_ids, None, skip_special_tokens=False, field="tokens") == expected
 
 
 @pytest.mark.parametrize("prompt", ["xxxxx", [5] * 5])

@@ -13,13 +13,16 @@ from router.edge.openai_format import (
     MIN_LOGPROB,
     ChatFormat,
     CompletionFormat,
+    Echo,
     Envelope,
+    StreamFormatter,
     Usage,
     WholeChoice,
     tokens_response,
     whole_response,
 )
 from tests.loop_turns import counting_turns
+from tests.peak_memory import tracing_peak
 
 
 def test_the_token_itself_is_shown_though_it_is_not_among_the_most_likely(tokenizer: Tokenizer) -> None:
@@ -72,6 +75,27 @@ async def test_those_of_a_whole_answer_are_encoded_as_they_come(
         body = json.loads(await whole_response(shape, Envelope("id", "model", 0), choices, num_choices, Usage(), {}))
         assert num_turns() >= num_choices - 1
     assert [choice["logprobs"] for choice in body["choices"]] == [shape.logprobs(entries, range(5))] * num_choices
+
+
+async def test_long_logprobs_are_copied_only_once(tokenizer: Tokenizer) -> None:
+    """They may have tens of megabytes, and each copy keeps the event loop waiting."""
+    shape, envelope = CompletionFormat(tokenizer), Envelope("id", "model", 0)
+    echo = Echo("a", dict.fromkeys(("tokens", "token_logprobs", "top_logprobs", "text_offset"), b"1,2" * 50_000))
+    entry = TokenLogprobs(5, -3.0, 9, tuple((6 + i, -0.5) for i in range(20)))
+    chunk = TextChunk(0, "b", (5,), (entry,), (0,))
+    choices = [WholeChoice(shape) for _ in range(3)]
+    for choice in choices:
+        choice.begin_with(echo)
+        for _ in range(500):
+            choice.add(chunk, None)
+    with tracing_peak() as most_bytes:
+        body = await whole_response(shape, envelope, choices, 3, Usage(), {})
+        assert most_bytes() < 1.5 * len(body)
+    assert body.count(echo.logprobs["tokens"]) == 4 * len(choices)
+    with tracing_peak() as most_bytes:
+        events = StreamFormatter(shape, envelope, include_usage=False).chunk(0, echo, chunk, None)
+        assert most_bytes() < 1.5 * len(events)
+    assert events.count(echo.logprobs["tokens"]) == 4
 
 
 @pytest.mark.parametrize("texts", [None, ["a", "\u2028", '"'] * (7 * ITEMS_AT_A_TIME**2)])

@@ -1,7 +1,9 @@
 """Log-probabilities of prompts in vLLM's form: what is encoded, how often, and how long the loop waits for it."""
 
+import asyncio
 import json
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -10,9 +12,11 @@ from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.generation.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvrelay.core.rpc.connections import MAX_MESSAGE_BYTES
-from kvrelay.core.rpc.wire import prompt_logprobs_to_wire
+from kvrelay.core.rpc.wire import logprobs_to_wire, prompt_logprobs_to_wire
 from kvrelay.core.turns import ITEMS_AT_A_TIME
 from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.v1 import router_pb2
+from router.edge.grpc_service import MAX_ANSWER_BYTES, add_prompt_logprobs
 from router.edge.openai_format import (
     MIN_LOGPROB,
     CompletionFormat,
@@ -24,6 +28,7 @@ from router.edge.openai_format import (
 from router.edge.prompt_logprobs import MAX_ENTRIES, check_prompt_logprobs, encoded_prompt_logprobs
 from router.request import RoutedRequest
 from tests.loop_turns import counting_turns
+from tests.peak_memory import tracing_peak
 from tests.router.scripted_nodes import NAMESPACE
 
 
@@ -52,6 +57,27 @@ async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenize
         assert num_turns() >= 20
 
 
+async def test_what_is_encoded_is_copied_only_once(tokenizer: Tokenizer) -> None:
+    """It may have 70 MB, and each copy keeps the event loop waiting."""
+    entries = [TokenLogprobs(5, -1.0, 1, tuple((6 + i, -2.0) for i in range(MAX_LOGPROBS)))] * 1000
+    with tracing_peak() as most_bytes:
+        encoded = await encoded_prompt_logprobs(tokenizer, entries)
+        assert most_bytes() < 2.5 * len(encoded)
+
+
+async def test_a_grpc_message_gets_a_few_tokens_at_a_time() -> None:
+    num_tokens = 20 * ITEMS_AT_A_TIME
+    message = router_pb2.GenerateResponse()
+    found = PromptLogprobs.of([TokenLogprobs(5, -1.0, 1)] * num_tokens)
+    adding = asyncio.create_task(add_prompt_logprobs(message, found))
+    lengths = [0]
+    while not adding.done():
+        await asyncio.sleep(0)
+        lengths.append(len(message.prompt_logprobs))
+    assert lengths[-1] == num_tokens
+    assert max(later - earlier for earlier, later in pairwise(lengths)) <= ITEMS_AT_A_TIME
+
+
 @pytest.mark.parametrize(("num_copies", "num_prompts"), [(64, 1), (1, 64), (16, 4)])
 def test_one_answer_has_a_bounded_number_of_entries(num_copies: int, num_prompts: int) -> None:
     def requests(num_tokens: int, prompt_logprobs: int | None) -> list[RoutedRequest]:
@@ -72,6 +98,14 @@ def test_all_that_an_answer_may_have_fits_in_one_message_of_a_node(num_likeliest
     num_tokens = MAX_ENTRIES // (num_likeliest + 1)
     columns = [bytes(4 * num_tokens)] * 3 + [bytes(4 * num_tokens * num_likeliest)] * 2
     assert prompt_logprobs_to_wire(PromptLogprobs.of_bytes(*columns)).ByteSize() < MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("num_likeliest", [0, MAX_LOGPROBS])
+def test_all_that_an_answer_may_have_fits_in_one_message_to_a_grpc_client(num_likeliest: int) -> None:
+    vocab_size = 2**18
+    entry = TokenLogprobs(vocab_size - 1, -1.0, vocab_size, ((vocab_size - 1, -1.0),) * num_likeliest)
+    size = router_pb2.GenerateResponse(prompt_logprobs=[logprobs_to_wire(entry)]).ByteSize()
+    assert MAX_ENTRIES // (num_likeliest + 1) * size < MAX_ANSWER_BYTES
 
 
 async def test_what_is_encoded_is_put_into_each_choice_as_it_is(tokenizer: Tokenizer) -> None:

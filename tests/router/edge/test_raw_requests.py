@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from router.edge import http_exchange
-from router.edge.http_protocol import MAX_HEAD_BYTES
+from router.edge.http_protocol import MAX_HEAD_BYTES, MAX_UNANSWERED
 from tests.router.edge.gateway_client import COMPLETION, Gateway
 from tests.router.scripted_nodes import PATIENCE
 
@@ -176,6 +176,20 @@ async def test_many_wishes_to_upgrade_may_come_at_once(gateway: Gateway) -> None
     )
     for _ in range(1000):
         assert (await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 20)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_more_requests_than_may_wait_are_refused_though_they_come_at_once(gateway: Gateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    request = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+    for _ in range(2):  # those that are answered do not count
+        writer.write(request * MAX_UNANSWERED)
+        for _ in range(MAX_UNANSWERED):
+            assert (await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 20)).startswith(b"HTTP/1.1 200")
+    writer.write(request * 2 * MAX_UNANSWERED)
+    answer = await asyncio.wait_for(reader.read(), 20)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+    assert f"At most {MAX_UNANSWERED} requests".encode() in answer
     writer.close()
 
 

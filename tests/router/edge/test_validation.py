@@ -1,16 +1,22 @@
 """The one path to a RoutedRequest: a request that passes is complete, and a refusal names its field."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError, UnknownModelError
 from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.generation.token_ids import check_token_ids
 from kvrelay.text.tokenizer import Tokenizer
+from router.edge import validation
 from router.edge.validation import (
     MAX_CACHE_SALT_CHARS,
+    MAX_CHAT_TEMPLATE_KWARGS_CHARS,
     ChatPrompt,
     ClientRequest,
     RequestValidator,
@@ -134,6 +140,49 @@ async def test_the_first_token_id_behind_the_vocabulary_is_refused(relay: Script
             assert (await routed(relay, client)).prompt_token_ids == (5, token_id)
         else:
             assert str(token_id) in str(await refused(relay, client))
+
+
+async def test_tokens_of_a_text_are_checked_only_if_the_model_lacks_one(
+    relay: ScriptedRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be millions."""
+    checked: list[str | None] = []
+
+    def check(token_ids: Sequence[int], vocab_size: int, *, field: str, name: str | None = None) -> None:
+        checked.append(field)
+        check_token_ids(token_ids, vocab_size, field=field, name=name)
+
+    monkeypatch.setattr(validation, "check_token_ids", check)
+    for prompt in (TEXT, CHAT, TokenPrompt([5])):
+        await routed(relay, ClientRequest(prompt, SamplingParams()))
+    assert checked == ["prompt"]
+    model = replace(relay.served_model(), vocab_size=relay.tokenizer.vocab_size - 1)
+    monkeypatch.setattr(relay, "served_model", lambda: model)
+    await routed(relay, ClientRequest(TEXT, SamplingParams()))
+    assert checked == ["prompt"] * 2
+
+
+@pytest.mark.parametrize(("num_more", "is_allowed"), [(0, True), (1, False)])
+async def test_the_variables_of_a_template_have_a_largest_size(
+    relay: ScriptedRelay, num_more: int, is_allowed: bool
+) -> None:
+    empty = {"unused": "", "others": [1, {"x": None}]}
+    full = {**empty, "unused": "x" * (MAX_CHAT_TEMPLATE_KWARGS_CHARS - len(json.dumps(empty)) + num_more)}
+    client = ClientRequest(replace(CHAT, template_kwargs=full), SamplingParams())
+    if is_allowed:
+        assert await routed(relay, client)
+    else:
+        assert "more than 16384 characters" in str(await refused(relay, client))
+
+
+async def test_of_too_many_variables_not_all_are_looked_at(relay: ScriptedRelay) -> None:
+    class TooMany(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(MAX_CHAT_TEMPLATE_KWARGS_CHARS)
+            raise AssertionError("all were looked at")
+
+    client = ClientRequest(replace(CHAT, template_kwargs={"unused": TooMany([1])}), SamplingParams())
+    assert (await refused(relay, client)).field == "chat_template_kwargs"
 
 
 async def test_an_unknown_model_has_its_own_type(relay: ScriptedRelay) -> None:

@@ -52,6 +52,19 @@ async def test_what_was_read_and_what_a_closed_inbox_had_leaves_room() -> None:
     assert ended == ["one"]
 
 
+def test_an_inbox_is_emptied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, half a million items would keep the event loop waiting."""
+    inboxes: Inboxes[int] = Inboxes(max_items=4)
+    ended: list[int] = []
+    inbox = inboxes.open(lambda: ended.append(inbox.qsize()))
+    monkeypatch.setattr(inbox, "get_nowait", None)
+    for number in range(9):
+        inbox.put_nowait(number)
+    assert ended == [0] and inbox.qsize() == inboxes._num_items == 4
+    inbox.close()
+    assert inbox.qsize() == inboxes._num_items == 0
+
+
 async def test_a_request_whose_client_takes_too_little_ends_at_its_nodes_and_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
