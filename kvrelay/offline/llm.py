@@ -4,12 +4,11 @@ Invariant: when `generate` or `chat` has returned or raised, a keyboard interrup
 """
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
-
-from tqdm import tqdm
 
 from kvrelay.core.config.option_types import (
     AttentionBackendName,
@@ -29,6 +28,7 @@ from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.request import EngineRequest, StepResult
 from kvrelay.engine.startup import planned_device, prepare_engine
 from kvrelay.offline.interrupts import interrupts_held
+from kvrelay.offline.progress_bar import progress_bar
 from kvrelay.offline.prompts import Message, Prompt, chat_messages, conversations_of, prompts_of
 from kvrelay.offline.request_output import PendingRequest, RequestOutput, results_of
 from kvrelay.offline.torch_devices import devices_set_for
@@ -97,6 +97,7 @@ class LLM:
         self.vocab_size = prepared.loaded.config.vocab_size
         self._max_num_seqs = prepared.options.max_num_seqs
         self._in_use = threading.Lock()
+        self._process = os.getpid()
         self._batches = itertools.count()  # late results of an interrupted batch must not count for the next
 
     def generate(
@@ -167,6 +168,11 @@ class LLM:
         *,
         progress: bool,
     ) -> list[RequestOutput]:
+        if os.getpid() != self._process:
+            raise KVRelayError(
+                "this LLM is of the process that this one was forked from, and its threads are not here: make an LLM "
+                "in each process, and start them with multiprocessing's 'spawn' if the first one has used torch"
+            )
         sampling = self._checked(_per_prompt(sampling_params, len(encoded)), encoded)
         pending = [
             PendingRequest(text, tuple(token_ids), one, self.tokenizer)
@@ -205,7 +211,7 @@ class LLM:
     def _run(self, pending: Sequence[PendingRequest], handle_interrupts: Callable[[], None], *, progress: bool) -> None:
         batch = next(self._batches)
         under_way = {f"{batch}.{number}": one for number, one in enumerate(pending)}
-        bar = tqdm(total=len(pending), desc="generating", unit=" prompts", disable=not progress, dynamic_ncols=True)
+        bar = progress_bar(len(pending), shown=progress)
         num_tokens = 0
         try:
             for request_id, one in under_way.items():
@@ -226,10 +232,10 @@ class LLM:
                     bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
                     bar.update()
         finally:
-            bar.close()
             for request_id in under_way:
                 self._engine.abort(request_id)
             self._engine.threads.rest()
+            bar.close()
 
     def _take(self, result: StepResult, under_way: Mapping[str, PendingRequest]) -> int:
         """Returns the number of new output tokens. Ends outputs that a stop string has ended in the engine, too."""
