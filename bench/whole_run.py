@@ -3,7 +3,7 @@
 import asyncio
 
 from kvrelay.bench.measure import measure
-from kvrelay.bench.result import LATE_SECONDS, RunResult
+from kvrelay.bench.result import RunResult
 from kvrelay.bench.settings import BenchSettings
 from kvrelay.core.errors import UnavailableError
 
@@ -16,13 +16,6 @@ def whole_run(settings: BenchSettings) -> RunResult:
         raise KeyboardInterrupt
     for failure in result.summary.failures:
         raise UnavailableError(f"{failure.count} requests failed: {failure.kind}: {failure.first_message}")
-    if flaws := flaws_of(result):
-        print(f"these figures are not those of the load that was asked for: {', '.join(flaws)}", flush=True)
+    if result.flaws:
+        print(f"these figures are not those of the load that was asked for: {', '.join(result.flaws)}", flush=True)
     return result
-
-
-def flaws_of(result: RunResult) -> tuple[str, ...]:
-    """Returns the flaws of a run, a stall of the client among them that lasted longer than LATE_SECONDS."""
-    has_stalled = result.longest_stall > LATE_SECONDS
-    stall = (f"client stalled for {result.longest_stall * 1e3:.0f} ms",) if has_stalled else ()
-    return (*result.flaws, *stall)

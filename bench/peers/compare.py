@@ -16,7 +16,6 @@ from bench.peers.base import Engine, PeerError, Server
 from bench.peers.processes import PeakMemory, await_rest
 from bench.peers.work import Work, check_work, work_of
 from bench.peers.workloads import ComparedFigure, figures_of, settings_of
-from bench.whole_run import flaws_of
 from kvrelay.bench.measure import measure
 
 _REST_SECONDS = 30.0
@@ -122,7 +121,7 @@ class Comparison:
             raise PeerError(f"{engine.name}, {workload}: {failure.count} x {failure.kind}: {failure.first_message}")
         may_end_early = not server.takes_ignore_eos
         findings.add_work(work_of(engine.name, number, workload, result.records, may_end_early=may_end_early))
-        flaws = (*flaws_of(result), *stalls.flaws())
+        flaws = (*result.flaws, *stalls.flaws())
         for figure in figures_of(workload, result):
             findings.add(Measurement(engine.name, number, workload, figure, flaws))
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -75,12 +76,20 @@ def _run(command: str, settings: BenchSettings) -> int:
     raise_open_files_limit()  # every request that runs has a connection
     model, results = uvloop.run(measure(settings))
     knee = find_knee(results, settings.attainment) if isinstance(settings, SweepBenchSettings) else None
-    all_written = _write_files(command, settings, model, results, knee)  # first: nobody may read the table any more
-    _print(settings, results, knee)
+    unwritten: list[ConfigurationError] = []
+    # The last one first: the file, because nobody may read the table any more, then the table, because a plot takes
+    # seconds. Each is done even if one before it fails, or is interrupted by one more Ctrl-C.
+    with ExitStack() as steps:
+        if settings.plot is not None and results:
+            steps.callback(_write, partial(_plot, settings.plot, settings, model, results), unwritten)
+        steps.callback(_print, settings, results, knee)
+        if settings.json_file is not None:
+            write = partial(write_results, settings.json_file, command, model, settings, results, knee=knee)
+            steps.callback(_write, write, unwritten)
     if any(result.was_cut for result in results):
         return INTERRUPTED
     all_well = all(result.summary.num_completed and not result.summary.num_failed for result in results)
-    return 0 if all_well and all_written else 1
+    return 0 if all_well and not unwritten else 1
 
 
 def _print(settings: BenchSettings, results: Sequence[RunResult], knee: RunResult | None) -> None:
@@ -92,23 +101,13 @@ def _print(settings: BenchSettings, results: Sequence[RunResult], knee: RunResul
         print(printable(render(result, settings.slos)))
 
 
-def _write_files(
-    command: str, settings: BenchSettings, model: str, results: Sequence[RunResult], knee: RunResult | None
-) -> bool:
-    """Writes the files that were asked for, each whether or not another one could be, and returns whether all were."""
-    writers: list[Callable[[], None]] = []
-    if settings.json_file is not None:
-        writers.append(partial(write_results, settings.json_file, command, model, settings, results, knee=knee))
-    if settings.plot is not None and results:
-        writers.append(partial(_plot, settings.plot, settings, model, results))
-    all_written = True
-    for write in writers:
-        try:
-            write()
-        except ConfigurationError as error:
-            print(f"kvrelay bench: {error}", file=sys.stderr)
-            all_written = False
-    return all_written
+def _write(write: Callable[[], None], unwritten: list[ConfigurationError]) -> None:
+    """Writes a file. Says and notes why it could not be."""
+    try:
+        write()
+    except ConfigurationError as error:
+        print(f"kvrelay bench: {error}", file=sys.stderr)
+        unwritten.append(error)
 
 
 def _plot(path: Path, settings: BenchSettings, model: str, results: Sequence[RunResult]) -> None:

@@ -1,7 +1,7 @@
 """Runs sessions against a client and records every request.
 
 1. First requests are built in the order of arrival, ahead of their time, so many at most; when the first ones are
-   ready, the load begins.
+   ready, and all that are to be sent at the beginning if they fit in memory, the load begins.
 2. A session waits for its time, then for a free place when concurrency is limited.
 3. It sends its request and reads the whole answer; the record is made even when the request fails or is cut.
 4. A conversation hears the answer and asks again; other sessions start afresh, after a failure not at once.
@@ -11,10 +11,10 @@ Invariant: when `run` returns or is cancelled, every request that was sent has e
 """
 
 import asyncio
-import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TypeAlias
 
 from kvrelay.bench.base import CANCELLED, Answer, Client, Failure, RequestRecord
 from kvrelay.bench.prompts import PromptBuilder
@@ -24,16 +24,20 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.tasks import end_tasks
 
 MAX_READY = 32  # first requests that wait for their time; one of 190,000 tokens takes about a megabyte
+_MAX_TOKENS_AT_ONCE = MAX_READY * 190_000  # in the requests that are ready when the load begins
 _TICK_SECONDS = 0.01
 _PAUSE_AFTER_FAILURE_SECONDS = 1.0
+
+_Built: TypeAlias = tuple[Session, SessionRequests, ReadyRequest | None]
 
 
 class Load:
     """One run of sessions.
 
     `records` grows while it runs, and `num_failed` and `num_output_tokens` are sums over it: it may hold millions, too
-    many to look at while others arrive. `running` holds the answers that are still coming. `longest_stall` is the
-    longest time in seconds for which this process's loop did not turn, so that nothing that arrived was noticed.
+    many to look at while others arrive. `running` holds the answers that are still coming. `limit_was_reached` tells
+    that a session had to wait for its place. `longest_stall` is the longest time in seconds for which this process's
+    loop did not turn, so that nothing that arrived was noticed.
     """
 
     def __init__(
@@ -42,16 +46,17 @@ class Load:
         self._client = client
         self._builder = builder
         self._clock = clock
-        self._places: AbstractAsyncContextManager[None] = (
-            nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        )
-        self._may_build = asyncio.Semaphore(MAX_READY)
+        self._max_concurrency = max_concurrency
+        self._places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._num_ready = 0
+        self._one_began = asyncio.Event()
         self._started = clock.now()
         self._num_sent = 0
         self.records: list[RequestRecord] = []
         self.num_failed = 0
         self.num_output_tokens = 0
         self.running: dict[int, Answer] = {}
+        self.limit_was_reached = False
         self.longest_stall = 0.0
 
     @property
@@ -62,7 +67,7 @@ class Load:
     async def run(self, sessions: Sequence[Session]) -> None:
         """Returns when the last session has ended. Cancelling it ends every request at the server."""
         arrivals = iter(sorted(enumerate(sessions), key=lambda numbered: numbered[1].at))
-        first = [await self._build(*numbered) for numbered in itertools.islice(arrivals, MAX_READY)]
+        first = await self._first(arrivals, num_at_once=sum(session.at <= 0 for session in sessions))
         self._started = self._clock.now()
         watching = asyncio.create_task(self._watch_loop())
         try:
@@ -71,21 +76,38 @@ class Load:
                     group.create_task(self._run_session(session, requests, request))
                 first.clear()
                 for numbered in arrivals:
+                    while self._num_ready >= MAX_READY:
+                        self._one_began.clear()
+                        await self._one_began.wait()
                     group.create_task(self._run_session(*await self._build(*numbered)))
         finally:
             await end_tasks(watching)
 
-    async def _build(self, number: int, session: Session) -> tuple[Session, SessionRequests, ReadyRequest | None]:
-        """Builds the first request of a session as soon as fewer than MAX_READY others wait for their time."""
-        await self._may_build.acquire()
+    async def _first(self, arrivals: Iterator[tuple[int, Session]], *, num_at_once: int) -> list[_Built]:
+        """Builds the requests that are ready when the load begins: `num_at_once` of them are to be sent then."""
+        wanted = num_at_once if self._max_concurrency is None else min(num_at_once, self._max_concurrency)
+        first: list[_Built] = []
+        num_tokens = 0
+        while len(first) < MAX_READY or (len(first) < wanted and num_tokens < _MAX_TOKENS_AT_ONCE):
+            if (numbered := next(arrivals, None)) is None:
+                break
+            first.append(await self._build(*numbered))
+            _, _, request = first[-1]
+            num_tokens += 0 if request is None else request.num_prompt_tokens
+        return first
+
+    async def _build(self, number: int, session: Session) -> _Built:
+        """Builds the first request of a session."""
+        self._num_ready += 1
         requests = SessionRequests(self._client, self._builder, number, session)
         return session, requests, await requests.next_request()
 
     async def _run_session(self, session: Session, requests: SessionRequests, request: ReadyRequest | None) -> None:
         scheduled = session.at
         await self._sleep_until(scheduled)
-        async with self._places:
-            self._may_build.release()
+        async with self._place():
+            self._num_ready -= 1
+            self._one_began.set()
             while request is not None and (session.until is None or self.elapsed < session.until):
                 answer = await self._run_request(request, scheduled)
                 if answer.failure is not None and session.is_conversation:
@@ -96,6 +118,13 @@ class Load:
                 request = await requests.next_request()
                 if request is not None:
                     await self._sleep_until(scheduled)
+
+    def _place(self) -> AbstractAsyncContextManager[None]:
+        """Returns what a session holds from its first request to its last, and notes whether it has to wait for it."""
+        if self._places is None:
+            return nullcontext()
+        self.limit_was_reached |= self._places.locked()
+        return self._places
 
     async def _sleep_until(self, at: float) -> None:
         """Returns at `at` seconds since the load began, never earlier: a loop's timers may be."""

@@ -8,6 +8,7 @@ from kvrelay.bench.summary import Distribution, Summary
 
 _STALL_SECONDS = 0.02  # shorter stalls of the client are not worth a note
 _MANY_PER_PIECE = 1.05  # fewer tokens in a piece are the odd one without text
+_FEW_PER_PIECE = 0.95
 _PROMPT_GROWTH = 0.02  # room for a begin token
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _LATENCIES = (
@@ -96,6 +97,9 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
     if result.tokens_per_piece > _MANY_PER_PIECE:
         yield f"a piece held {result.tokens_per_piece:.1f} output tokens on average: ITL is the time between pieces"
+    if 0 < result.tokens_per_piece < _FEW_PER_PIECE:
+        held = f"a piece held {result.tokens_per_piece:.2f} output tokens on average"
+        yield f"{held}: some had none, and count in TTFT and ITL all the same"
     if summary.num_short and summary.counted_by == "usage":
         yield f"{summary.num_short} requests ended before the output length that was asked for"
     elif summary.num_short:

@@ -14,7 +14,7 @@ from kvrelay.bench.settings import BenchSettings
 from kvrelay.bench.summary import Summary
 
 SCHEMA = 1
-LATE_SECONDS = 0.1  # a request that is sent later than this shows that the client could not keep up
+LATE_SECONDS = 0.1  # what is sent or noticed later than this shows that the client could not keep up
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class RunResult:
     `client_cpu_seconds` is the processor time that this process took during the run, and `client_cpu_share` its share
     of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `num_unsent` are the later
     turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time, None:
-    nothing did. `num_at_once` is the number of requests or conversations, if all could have begun at once.
-    `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
+    nothing did; `limit_was_reached` tells that one had to wait for its place. `num_at_once` is the number of requests
+    or conversations, if all could have begun at once. `longest_stall` is the longest time in seconds for which this
+    client noticed nothing that arrived.
     """
 
     label: str
@@ -37,6 +38,7 @@ class RunResult:
     was_cut: bool = False
     num_unsent: int = 0
     max_concurrency: int | None = None
+    limit_was_reached: bool = False
     num_at_once: int | None = None
     longest_stall: float = 0.0
 
@@ -62,7 +64,7 @@ class RunResult:
     @property
     def client_was_late(self) -> bool:
         """Tells whether requests were sent later than planned, although they did not have to wait for a place."""
-        return self.max_concurrency is None and self.summary.latest_start > LATE_SECONDS
+        return not self.limit_was_reached and self.summary.latest_start > LATE_SECONDS
 
     @property
     def was_too_small(self) -> bool:
@@ -76,12 +78,18 @@ class RunResult:
         """Returns how many seconds after its time a request was sent at most, with a limit of requests at a time. Those
         whose time was the beginning do not count: with a limit alone, all of them wait on purpose."""
         waits = (record.sent - record.scheduled for record in self.records if record.scheduled > 0)
-        return 0.0 if self.max_concurrency is None else max(waits, default=0.0)
+        return max(waits, default=0.0) if self.limit_was_reached else 0.0
 
     @property
     def flaws(self) -> tuple[str, ...]:
         """Returns what makes the figures not those of the load that was asked for."""
-        found = {"cut off": self.was_cut, "client late": self.client_was_late, "too few": self.was_too_small}
+        found = {
+            "cut off": self.was_cut,
+            "turns unsent": self.num_unsent > 0,
+            "client late": self.client_was_late,
+            f"client stalled for {self.longest_stall * 1e3:.0f} ms": self.longest_stall > LATE_SECONDS,
+            "too few": self.was_too_small,
+        }
         return tuple(name for name, is_true in found.items() if is_true)
 
 
@@ -127,6 +135,12 @@ def _run(result: RunResult, *, with_records: bool) -> dict[str, object]:
         "was_cut": result.was_cut,
         "num_unsent": result.num_unsent,
         "flaws": result.flaws,
+        "max_concurrency": result.max_concurrency,
+        "limit_was_reached": result.limit_was_reached,
+        "longest_wait": result.longest_wait,
+        "num_at_once": result.num_at_once,
+        "prompt_growth": result.prompt_growth,
+        "tokens_per_piece": result.tokens_per_piece,
         "client_cpu_seconds": result.client_cpu_seconds,
         "client_cpu_share": result.client_cpu_share,
         "client_longest_stall": result.longest_stall,

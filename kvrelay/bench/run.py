@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Runner:
             was_cut=was_cut,
             num_unsent=0 if was_cut or plan.num_requests is None else plan.num_requests - len(records),
             max_concurrency=plan.max_concurrency,
+            limit_was_reached=load.limit_was_reached,
             num_at_once=None if any(session.at for session in plan.sessions) else len(plan.sessions),
             longest_stall=load.longest_stall,
         )
@@ -86,7 +88,8 @@ class Runner:
         try:
             while True:
                 await asyncio.sleep(_PROGRESS_SECONDS)
-                sys.stderr.write("\r" + _progress_line(load, plan))
+                columns = shutil.get_terminal_size().columns - 1  # a longer line would leave one behind each time
+                sys.stderr.write(f"\r{_progress_line(load, plan)[:columns]}\x1b[K")
                 sys.stderr.flush()
         finally:
             sys.stderr.write("\r\x1b[K")
@@ -100,5 +103,5 @@ def _progress_line(load: Load, plan: Plan) -> str:
     name = f"{plan.label}: " if plan.label else ""
     return (
         f"{name}{len(load.records)}{of} requests done, {len(load.running)} running, {load.num_failed} failed, "
-        f"{load.elapsed:.0f} s, {rate:.1f} output tokens/s  "
+        f"{load.elapsed:.0f} s, {rate:.1f} output tokens/s"
     )

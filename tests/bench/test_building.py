@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from kvrelay.bench import load as load_module
 from kvrelay.bench.base import Answer, Client, Generation, Prompt, Segment, Send
 from kvrelay.bench.grpc_client import GrpcClient
 from kvrelay.bench.json_body import chat_body, completion_body
@@ -111,6 +112,25 @@ async def test_requests_are_built_before_their_time_comes() -> None:
         await client.close()
     assert client.events == ["built"] * 4 + ["sent"] * 4
     assert all(record.failure is None for record in load.records)
+
+
+@pytest.mark.parametrize(
+    ("max_concurrency", "max_tokens", "expected"),
+    [(None, 10**6, MAX_READY + 20), (MAX_READY + 8, 10**6, MAX_READY + 8), (None, 8 * (MAX_READY + 3), MAX_READY + 3)],
+)
+async def test_requests_of_the_beginning_are_all_built_before_it_if_they_fit(
+    max_concurrency: int | None, max_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the last ones of a few hundred would be sent late, for which this client alone is to blame."""
+    monkeypatch.setattr(load_module, "_MAX_TOKENS_AT_ONCE", max_tokens)
+    requests = random_requests(MAX_READY + 20, Lengths(8, 8), Lengths(4, 4), seed=1)
+    async with answering((PIECE, LAST, USAGE, DONE)) as url:
+        client = NotingClient(url)
+        load = Load(client, BUILDER, MonotonicClock(), max_concurrency=max_concurrency)
+        await load.run(arriving(requests, itertools.repeat(0.0)))
+        await client.close()
+    assert client.events[:expected] == ["built"] * expected and client.events[expected] == "sent"
+    assert len(load.records) == MAX_READY + 20
 
 
 async def test_only_so_many_requests_are_built_ahead() -> None:

@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 
-from kvrelay.bench import openai_client
+from kvrelay.bench import command, openai_client
 from kvrelay.bench.base import Failure
 from kvrelay.bench.command import bench
 from kvrelay.bench.knee import find_knee
@@ -234,6 +235,21 @@ def test_the_file_is_written_whether_or_not_the_table_can_be(url: str, tmp_path:
     assert json.loads(result.read_text())["runs"][0]["summary"]["num_completed"] == 2
 
 
+def test_what_is_interrupted_afterwards_takes_nothing_else_with_it(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By one more Ctrl-C."""
+    result = tmp_path / "result.json"
+    argv = ["latency", "--url", url, *LOAD, "--json-file", str(result), "--plot", str(tmp_path / "plot.png")]
+    for step, is_whole in (("_plot", True), ("write_results", False)):
+        result.unlink(missing_ok=True)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(command, step, Mock(side_effect=KeyboardInterrupt))
+            bench(argv)
+        assert "2 requests completed, 0 failed" in capsys.readouterr().out
+        assert result.exists() == is_whole and (not is_whole or json.loads(result.read_text()))
+
+
 def test_it_may_have_as_many_connections_as_the_system_allows(url: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
@@ -258,9 +274,11 @@ def test_the_knee_is_the_most_that_still_meets_the_slos() -> None:
 def test_a_load_whose_figures_are_not_valid_is_no_knee() -> None:
     slow = ten("1/s", 0.9)
     late, cut = ten("2/s", 0.5, sent=0.2), ten("4/s", 0.4, was_cut=True)
-    assert find_knee([slow, late, cut], 0.9) is slow
-    waiting = ten("8 at a time", 0.5, sent=0.2, max_concurrency=8)
-    assert find_knee([slow, waiting], 0.9) is waiting, "with a limit requests wait for their place on purpose"
+    stalled, given_up = ten("8/s", 0.4, longest_stall=0.25), ten("9/s", 0.4, num_unsent=2)
+    assert find_knee([slow, late, cut, stalled, given_up], 0.9) is slow
+    waiting = ten("8 at a time", 0.5, sent=0.2, max_concurrency=8, limit_was_reached=True)
+    assert find_knee([slow, waiting], 0.9) is waiting, "at the limit requests wait for their place on purpose"
+    assert find_knee([slow, ten("8 at a time", 0.5, sent=0.2, max_concurrency=8)], 0.9) is slow, "nothing to wait for"
 
 
 def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> None:
@@ -277,7 +295,7 @@ def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> No
         ["2/s", "6.67", "6.67", "100.0%"],
         ["4/s", "4.00", "0.00", "0.0%"],
     ]
-    assert [row.rpartition("  ")[2] for row in rows[:3]] == ["-", "client late", "cut off"]
+    assert [row.rpartition("  ")[2] for row in rows[:3]] == ["client stalled for 250 ms", "client late", "cut off"]
     cost = "this client took 0 us of processor time per output token"
     busy, idle = (f"{cost}, {share} of a core" for share in ("97%", "0%"))
     assert rows[4:10] == [
@@ -296,8 +314,9 @@ def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> No
 def test_the_table_says_how_long_requests_waited_for_a_place() -> None:
     late, at_once = record(3.0, scheduled=1.0, sent=2.5), record(3.0, sent=2.5)
     note = "with --concurrency a request was sent 1500 ms after its time: no latency includes this wait"
-    assert note in render(run_of(late, max_concurrency=1), None)
-    assert "--concurrency" not in render(run_of(at_once, max_concurrency=1), None)
+    limited: dict[str, Any] = {"max_concurrency": 1, "limit_was_reached": True}
+    assert note in render(run_of(late, **limited), None)
+    assert "--concurrency" not in render(run_of(at_once, **limited), None)
     assert "--concurrency" not in render(run_of(late), None), "the client was late"
 
 
@@ -314,6 +333,8 @@ def test_the_table_says_that_a_piece_is_several_tokens() -> None:
     note = "a piece held 3.0 output tokens on average: ITL is the time between pieces"
     assert note in render(run_of(several, record(1.0), record(failure=Failure("timeout", ""))), None)
     assert "a piece held" not in render(run_of(record(1.0, 2.0)), None)
+    empty = replace(record(1.0, 2.0), num_output_tokens=1)
+    assert "a piece held 0.50 output tokens on average: some had none" in render(run_of(empty), None)
 
 
 def test_the_table_says_when_prompts_are_not_as_long_as_asked_for() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.bench import result as result_module
 from kvrelay.bench.arrivals import gamma_arrivals
 from kvrelay.bench.measure import measure
 from kvrelay.bench.result import RunResult
@@ -83,7 +84,13 @@ async def test_as_many_requests_run_as_the_concurrency_allows(relay: ScriptedRel
     async with gateway(crowded) as url:
         _, [result] = await measure(ServeBenchSettings(url=url, concurrency=3, requests=9, timeout=20.0, **SMALL))
     assert result.summary.failures == (), "with fewer at a time nobody would have been answered"
-    assert crowded.most_running == 3
+    assert crowded.most_running == 3 and result.limit_was_reached
+
+
+async def test_a_limit_that_is_not_reached_excuses_nobody(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_module, "LATE_SECONDS", -1.0)
+    _, [result] = await measure(ServeBenchSettings(url=url, request_rate=50.0, concurrency=99, requests=3, **SMALL))
+    assert not result.limit_was_reached and "client late" in result.flaws and result.longest_wait == 0.0
 
 
 async def test_the_first_request_of_a_prefix_is_told_from_later_ones(url: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.bench import run as run_module
 from kvrelay.bench.base import Failure
 from kvrelay.bench.measure import measure
 from kvrelay.bench.plan import plans_of
@@ -65,6 +66,17 @@ async def test_the_warm_up_is_sent_but_not_counted(url: str, relay: ScriptedRela
     assert (result.summary.num_completed, len(relay.requests)) == (2, 5)
     prompts = {routed.prompt_token_ids for routed in relay.requests}
     assert len(prompts) == 5, "no measured prompt was sent before"
+
+
+async def test_the_progress_line_fits_the_terminal(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A longer one would leave a line behind each time that it is shown."""
+    monkeypatch.setattr(run_module, "_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    await measure(ServeBenchSettings(url=url, concurrency=1, requests=3, **{**SMALL, "progress": "on"}))
+    shown = [line.removesuffix("\x1b[K") for line in capsys.readouterr().err.split("\r")]
+    assert max(map(len, shown)) == 39 and any(line.startswith("0/3 requests done, 1 running") for line in shown)
 
 
 async def test_conversations_hold_what_was_said(url: str, relay: ScriptedRelay, tokenizer_directory: Path) -> None:

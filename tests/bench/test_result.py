@@ -7,6 +7,7 @@ from pathlib import Path
 from kvrelay.bench.result import write_results
 from kvrelay.bench.settings import LatencyBenchSettings
 from tests.bench.records import record, run_of
+from tests.pages import names, page, rows, section
 
 
 def test_writing_every_request_takes_little_memory(tmp_path: Path) -> None:
@@ -22,4 +23,6 @@ def test_writing_every_request_takes_little_memory(tmp_path: Path) -> None:
     assert peak < path.stat().st_size / 4
     [run] = json.loads(path.read_text())["runs"]
     assert [request["index"] for request in run["requests"]] == list(range(500))
+    described = {name for row in rows(section(page("measuring.md"), "### The JSON file")) for name in names(row[0])}
+    assert set(run) | set(run["summary"]) == described
     assert run["requests"][7]["arrivals"] == list(result.records[7].arrivals)
