@@ -79,9 +79,12 @@ class Comparison:
     scale: float
 
     def run(self, rounds: int, seed: int, findings: Findings) -> None:
-        """Starts both engines afresh in every round. Raises PeerError when an engine does not serve, a request fails,
-        or the engines do different work; UnavailableError when an engine does not answer; KeyboardInterrupt after
-        Ctrl-C."""
+        """Starts both engines afresh in every round, and once before, which is not counted: what an engine compiles
+        then, it keeps. Raises PeerError when an engine does not serve, a request fails, or the engines do different
+        work; UnavailableError when an engine does not answer; KeyboardInterrupt after Ctrl-C."""
+        for engine in (self.ours, self.peer):
+            with engine.serve(self.directory_of(engine), self.model) as server:
+                findings.report(f"first start, not counted: {engine.name}, {server.ready_seconds:.2f} s")
         for number in range(rounds):
             for engine in order_of_round(self.ours, self.peer, number):
                 self._run_afresh(engine, number, seed + number, findings)

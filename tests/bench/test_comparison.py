@@ -31,7 +31,7 @@ def pieces(prompt_tokens: int = 512, output_tokens: int = 64) -> list[bytes]:
 
 @dataclass
 class StubEngine:
-    """A server that gives one of `answers` in each round, and the last of them from then on. None stands for Ctrl-C."""
+    """A server that gives one of `answers` at each start, and the last of them from then on. None stands for Ctrl-C."""
 
     name: str
     answers: Sequence[list[bytes] | None] = (pieces(),)
@@ -65,10 +65,11 @@ def test_engines_take_turns_at_beginning() -> None:
     lines: list[str] = []
     findings = Findings(lines.append)
     compare(StubEngine("ours", log=log), StubEngine("theirs", log=log)).run(2, 0, findings)
-    assert log == ["ours", "theirs", "theirs", "ours"]
+    assert log == ["ours", "theirs", "ours", "theirs", "theirs", "ours"], "once before the first round"
+    assert [line.partition(",")[0] for line in lines[:2]] == ["first start"] * 2
     titles = ["ready after, s", "TTFT p50, ms", "time per token p50, ms", "peak memory, GB"]
     assert [one.figure.title for one in findings.measurements] == 4 * titles
-    assert [str(one) for one in findings.measurements] == lines
+    assert [str(one) for one in findings.measurements] == lines[2:]
     assert [(one.engine, one.round, one.prompt_tokens, one.output_tokens) for one in findings.work] == [
         ("ours", 0, 512, 64),
         ("theirs", 0, 512, 64),
@@ -115,7 +116,7 @@ def test_what_was_measured_survives(
     path = tmp_path / "result.json"
     settings = PeersSettings(json_file=path, rounds=3)
     with pytest.raises(error):
-        measure_and_report(settings, compare(StubEngine("ours"), StubEngine("theirs", [pieces(), last])))
+        measure_and_report(settings, compare(StubEngine("ours"), StubEngine("theirs", [pieces(), pieces(), last])))
     result = json.loads(path.read_text())
     assert result["complete"] is False
     assert {(one["engine"], one["round"]) for one in result["measurements"]} >= {("ours", 0), ("theirs", 0)}

