@@ -6,7 +6,7 @@
    is small. The router's processor time per token says what it could do with a core to itself, however busy the
    machine is.
 2. Time to first token of one prompt at a time, through the router and directly at the node over its own protocol. The
-   difference is what the router adds.
+   difference is what the router adds: to token ids, and over HTTP also to a text, which it tokenises.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import grpc
 from tokenizers import Tokenizer
@@ -97,8 +97,11 @@ def throughput_by_wrk(url: str, options: argparse.Namespace) -> Figure:
     return Figure("http by wrk: streamed", rate, "tokens/s")
 
 
-def added_ttft(url: str, node: str, options: argparse.Namespace) -> Figure:
-    """Prints the time to first token at `url` and at the node itself, measured in turn. Returns the difference."""
+def added_ttft(
+    url: str, node: str, options: argparse.Namespace, prompt_format: Literal["token_ids", "text"] = "token_ids"
+) -> Figure:
+    """Prints the time to first token at `url` and, with token ids, at the node itself, measured in turn. Returns the
+    difference."""
 
     def through_router(seed: int) -> float:
         result = whole_run(
@@ -108,6 +111,7 @@ def added_ttft(url: str, node: str, options: argparse.Namespace) -> Figure:
                 input_len="1000",
                 output_len="2",
                 tokenizer=options.model,
+                prompt_format=prompt_format,
                 seed=seed,
                 progress="off",
             )
@@ -120,7 +124,7 @@ def added_ttft(url: str, node: str, options: argparse.Namespace) -> Figure:
     ]
     added = statistics.median(routed - straight for routed, straight in pairs)
     routed, straight = (statistics.median(values) for values in zip(*pairs, strict=True))
-    protocol = url.partition(":")[0]
+    protocol = url.partition(":")[0] + (", text" if prompt_format == "text" else "")
     print(
         f"{protocol}, prompt of 1,000 tokens: TTFT p50 {routed * 1e3:.2f} ms, directly at the node "
         f"{straight * 1e3:.2f} ms: the router adds {added * 1e3:.2f} ms",
@@ -176,7 +180,8 @@ def measure_router(options: argparse.Namespace, vocab_size: int) -> list[Figure]
                 figures += throughput(url, router.process.pid, options)
             if options.wrk:
                 figures.append(throughput_by_wrk(urls[0], options))
-            return figures + [added_ttft(url, node, options) for url in urls]
+            figures += [added_ttft(url, node, options) for url in urls]
+            return [*figures, added_ttft(urls[0], node, options, "text")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

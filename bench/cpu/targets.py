@@ -171,6 +171,7 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
             Target("grpc: streamed"),
             Target("http: added to TTFT", most=1.5),
             Target("grpc: added to TTFT"),
+            Target("http, text: added to TTFT"),
         ),
     ),
     Part(

@@ -78,12 +78,14 @@ class InProcessComparison:
                 self._measure(engine, prompts, number, findings)
 
     def _all_prompts(self, seed: int) -> Prompts:
-        """Returns the prompts of a job. A has two different ones for each request, since an engine may have cached
-        what it has seen before."""
+        """Returns the prompts of a job. A has two different ones for each request, and the batch that comes before that
+        of B others than this, since an engine may have cached what it has seen before."""
+        has_batch = "B" in self.workloads
         return {
             "first": self._prompts("A", seed * 2),
             "single": self._prompts("A", seed * 2 + 1),
-            "batch": self._prompts("B", seed) if "B" in self.workloads else [],
+            "warm_batch": self._prompts("B", seed * 2) if has_batch else [],
+            "batch": self._prompts("B", seed * 2 + 1) if has_batch else [],
         }
 
     def _prompts(self, workload: str, seed: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Runs sessions against a client and records every request.
 
-1. First requests are built in the order of arrival, ahead of their time, so many at most; when the first ones are
-   ready, and all that are to be sent at the beginning if they fit in memory, the load begins.
+1. First requests are built in the order of arrival, ahead of their time, so many at most. When these are ready, or all
+   that are to be sent at once at the beginning if they fit in memory, the load begins.
 2. A session waits for its time, then for a free place when concurrency is limited.
 3. It sends its request and reads the whole answer; the record is made even when the request fails or is cut.
 4. A conversation hears the answer and asks again; other sessions start afresh, after a failure not at once.
@@ -84,8 +84,10 @@ class Load:
             await end_tasks(watching)
 
     async def _first(self, arrivals: Iterator[tuple[int, Session]], *, num_at_once: int) -> list[_Built]:
-        """Builds the requests that are ready when the load begins: `num_at_once` of them are to be sent then."""
-        wanted = num_at_once if self._max_concurrency is None else min(num_at_once, self._max_concurrency)
+        """Builds the requests that are ready when the load begins. `num_at_once` of them are to be sent then, unless
+        some have to wait for a place."""
+        may_all_run = self._max_concurrency is None or num_at_once <= self._max_concurrency
+        wanted = num_at_once if may_all_run else 0
         first: list[_Built] = []
         num_tokens = 0
         while len(first) < MAX_READY or (len(first) < wanted and num_tokens < _MAX_TOKENS_AT_ONCE):

@@ -193,7 +193,7 @@ WORKER = """
 import json, sys
 job = json.load(open(sys.argv[2]))
 prompts, made = job["prompts"], int(sys.argv[1])
-assert job["concurrency"] <= len(prompts["batch"])
+assert job["concurrency"] <= len(prompts["batch"]) == len(prompts["warm_batch"])
 print("something else")
 print(json.dumps({
     "ready_seconds": [2.0],
@@ -233,7 +233,7 @@ def test_no_two_prompts_of_jobs_begin_alike(tmp_path: Path) -> None:
     comparison = compare_workers(StubWorker("ours"), StubWorker("theirs"), tmp_path)
     jobs = [replace(comparison, scale=1.0)._all_prompts(seed) for seed in (0, 1)]
     beginnings = [tuple(prompt[:16]) for job in jobs for prompts in job.values() for prompt in prompts]
-    assert len(set(beginnings)) == len(beginnings) == 2 * (6 + 6 + 32)
+    assert len(set(beginnings)) == len(beginnings) == 2 * (6 + 6 + 32 + 32)
 
 
 def test_workers_get_the_same_job(tmp_path: Path) -> None:

@@ -100,7 +100,12 @@ def test_ratios_are_of_the_same_round() -> None:
 
 
 def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
-    job = {"first": [[301, 302, 303]], "single": [[304, 305]], "batch": [[306], [307, 308]]}
+    job = {
+        "first": [[301, 302, 303]],
+        "single": [[304, 305]],
+        "warm_batch": [[309, 310]],
+        "batch": [[306], [307, 308]],
+    }
     found = figures_of_job(write_random_model(tmp_path, "tiny"), job, num_tokens=4, concurrency=2)
     assert {name: len(values) for name, values in found.items() if min(values) > 0} == {
         "ready_seconds": 1,
