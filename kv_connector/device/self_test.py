@@ -2,8 +2,8 @@
 
 The latter needs two processes: CUDA does not let a process map what it has exported itself, and a library that moves
 host memory need not move a device's. `check_direct` starts the other one, which runs `hold`: it reads one line from its
-standard input (an `Order`, whose secrets must not be arguments), holds blocks, prints its endpoint, and ends when its
-input does.
+standard input (an `Order`, whose secrets must not be arguments), holds blocks, prints its endpoint, or why it cannot
+hold them, and ends when its input does.
 Invariant: what is compared is what is in device memory, copied to the host, not what connectors report of it.
 """
 
@@ -40,7 +40,11 @@ _START_SECONDS = 60.0  # torch, the driver, kernels that are compiled for the fi
 _FETCH_SECONDS = 10.0
 _READ_SECONDS = 60.0  # everything in this process: device memory, kernels that are compiled for the first time
 _END_SECONDS = 10.0
-_ANSWER = b"endpoint "
+# What says that blocks cannot be moved here. RuntimeError is torch's: such as a GPU that takes one process only.
+_CANNOT = (ConfigurationError, KVError, RuntimeError)
+# How the other process's answer begins.
+_ENDPOINT = b"endpoint "
+_PROBLEM = b"problem "
 
 
 def check_device(memory: DeviceMemory, staging: PoolBuffer) -> SelfTestReport:
@@ -120,9 +124,12 @@ async def check_direct(
         assert process.stdin is not None
         process.stdin.write(order.encode() + b"\n")
         async with asyncio.timeout(start_seconds):
-            endpoint = await _endpoint(process)
-        if not endpoint:
+            answer = await _answer(process)
+        if not answer:
             return _unfinished("the process that was to hold blocks ended; what it logged says why")
+        if answer.startswith(_PROBLEM):
+            return SelfTestReport(answer.removeprefix(_PROBLEM).decode())
+        endpoint = answer.removeprefix(_ENDPOINT).decode()
         # A driver that hangs cannot be cancelled: its thread is left behind.
         fetching = asyncio.create_task(_fetch(order, endpoint, make_memory), name="kv transfer probe")
         done, _ = await asyncio.wait({fetching}, timeout=_READ_SECONDS)
@@ -132,12 +139,14 @@ async def check_direct(
         return fetching.result()
     except TimeoutError:
         return _unfinished(f"the process that was to hold blocks was not ready after {start_seconds:g} s")
-    except (ConfigurationError, KVError) as error:
-        return SelfTestReport(str(error))
-    except RuntimeError as error:  # torch's, of CUDA: such as a GPU that takes one process only
-        return SelfTestReport(str(error).partition("\n")[0])
+    except _CANNOT as error:
+        return SelfTestReport(_first_line(error))
     finally:
         await _end(process)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _unfinished(problem: str) -> SelfTestReport:
@@ -148,10 +157,14 @@ async def hold(make_memory: MakeMemory) -> None:
     """Holds blocks until standard input ends: the whole life of the other process."""
     order = Order.decode(await asyncio.to_thread(sys.stdin.readline))
     async with AsyncExitStack() as stack:
-        connector, scratch = await _open(order, make_memory, stack, "probe", order.epoch)
-        await scratch.fill(order.pattern)
-        await connector.publish(order.blocks)
-        sys.stdout.buffer.write(_ANSWER + connector.endpoint.encode() + b"\n")
+        try:
+            connector, scratch = await _open(order, make_memory, stack, "probe", order.epoch)
+            await scratch.fill(order.pattern)
+            await connector.publish(order.blocks)
+            answer = _ENDPOINT + connector.endpoint.encode()
+        except _CANNOT as error:
+            answer = _PROBLEM + _first_line(error).encode()
+        sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
         await asyncio.to_thread(sys.stdin.read)
 
@@ -170,13 +183,13 @@ async def _end(process: Process) -> None:
         await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=_END_SECONDS)
 
 
-async def _endpoint(process: Process) -> str:
-    """Returns the endpoint that the process prints, or "" when it ends before."""
+async def _answer(process: Process) -> bytes:
+    """Returns the answer that the process prints, or nothing when it ends before."""
     assert process.stdout is not None
     while line := await process.stdout.readline():
-        if line.startswith(_ANSWER):  # libraries may print lines of their own
-            return line.removeprefix(_ANSWER).decode().strip()
-    return ""
+        if line.startswith((_ENDPOINT, _PROBLEM)):  # libraries may print lines of their own
+            return line.strip()
+    return b""
 
 
 async def _fetch(order: Order, endpoint: str, make_memory: MakeMemory) -> SelfTestReport:

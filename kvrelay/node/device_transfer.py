@@ -1,8 +1,8 @@
 """Chooses how a node moves KV that is in GPU memory: from device to device, or staged through the host.
 
 Invariants: only a connector that has moved the right bytes between two processes serves device memory directly. A node
-stages only where direct transfer does not work, not where it could not be tried: a pool that peers map on the GPU and
-one that they map in host memory have no connector in common, so routers would refuse the node for as long as it lives.
+does not stage because a self-test has not come to its end: a pool that peers map on the GPU and one that they map in
+host memory have no connector in common, so routers would refuse the node for as long as it lives.
 """
 
 import logging
@@ -19,9 +19,9 @@ async def choose_direct(
     names: Sequence[str], check: CheckConnector, *, required: bool, problem: str
 ) -> tuple[str, ...]:
     """Returns the connectors over device memory (names for `registry.create_direct`) that replace the backends `names`;
-    none when no direct transfer works. Raises ConfigurationError if it is `required` then, and where a self-test did
-    not come to an end. `check` tests one connector. `problem`: why none can work, if that is known in advance;
-    otherwise empty."""
+    none when no direct transfer works. Raises ConfigurationError if it is `required` then, and where the test of one
+    that has to pass did not come to an end. `check` tests one connector. `problem`: why none can work, if that is known
+    in advance; otherwise empty."""
     found, lacking = ((), problem) if problem else await _working(names, check)
     if lacking and required:
         raise ConfigurationError(
@@ -51,7 +51,7 @@ async def _working(names: Sequence[str], check: CheckConnector) -> tuple[tuple[s
             _logger.info("%s over device memory: self-test passed, %.2f GB/s", name, report.bytes_per_second / 1e9)
             passed.insert(0, name)
             continue
-        if report.is_unfinished:
+        if report.is_unfinished and name == direct[-1]:
             raise ConfigurationError(
                 f"{name} over device memory could not be tried: {report.problem}; start again, or set "
                 "--kv-device-transfer staged for all nodes"

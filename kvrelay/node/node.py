@@ -173,8 +173,8 @@ class Node:
         await self._flush()  # distrusted blocks that were being published are reported once they are unpinned
 
     def distrust(self, name: BlockHash) -> None:
-        """Has nobody find a block any more, nor what was computed behind it, here or in the store that nodes share, as
-        far as this node has them."""
+        """Has nobody find a block any more, nor what was or will be computed behind it, here or in the store that nodes
+        share, as far as this node has them."""
         self._outages.failed("sending KV", "others have refused a block of this node, which forgets it")
         self.engine_thread.post(lambda engine: engine.distrust(name))
 

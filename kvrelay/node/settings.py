@@ -89,7 +89,8 @@ class NodeOptions(ProcessSettings):
     kv_device_transfer: Literal["auto", "direct", "staged"] = Field(
         default="auto",
         description="With KV on a GPU: direct moves it from device to device (CUDA IPC on one host, UCX), staged "
-        "through host memory (see kv_staging_gib); auto is direct if a self-test at the start shows that it works.",
+        "through host memory (see kv_staging_gib); auto is direct if a self-test at the start shows that it works, "
+        "staged if it shows that it does not.",
     )
     fetch_timeout: float = Field(
         default=10.0, gt=0, le=600, description="Seconds that one fetch of KV from another node may take."

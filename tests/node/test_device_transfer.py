@@ -40,10 +40,12 @@ async def test_ucx_serves_alone_but_nothing_serves_without_a_chosen_ucx() -> Non
 @pytest.mark.parametrize("required", [False, True])
 async def test_a_self_test_without_an_end_ends_the_start_rather_than_staging(required: bool) -> None:
     """Peers whose test did come to an end map each other's pools on the GPU, and this one could map none of them."""
-    for name, names in (("cuda_ipc", "shared_memory"), ("ucx", "shared_memory,ucx"), ("cuda_ipc", "shared_memory,ucx")):
-        tests = SelfTests(name, bad=SelfTestReport("not ready after 60 s", is_unfinished=True))
+    unfinished = SelfTestReport("not ready after 60 s", is_unfinished=True)
+    for name, names in (("cuda_ipc", "shared_memory"), ("ucx", "shared_memory,ucx")):
+        tests = SelfTests(name, bad=unfinished)
         with pytest.raises(ConfigurationError, match=f"^{name} .* could not be tried: not ready after 60 s; .*staged"):
             await tests.choose(names, required=required)
+    assert await SelfTests("cuda_ipc", bad=unfinished).choose("shared_memory,ucx") == "ucx", "which all have in common"
 
 
 async def test_staging_is_chosen_without_a_test_when_it_is_unavoidable() -> None:

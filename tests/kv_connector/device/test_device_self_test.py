@@ -82,6 +82,13 @@ async def test_a_process_that_does_not_answer_is_reported(way: str, problem: str
     assert problem in report.problem and report.is_unfinished and not report.is_wrong
 
 
+async def test_what_the_other_process_can_not_do_is_reported(tmp_path: Path) -> None:
+    """The next start would find the same, unlike where it has said nothing."""
+    report = await check_direct("cuda_ipc", settings(tmp_path), scratch, probe=(*PROBE, "refuse"))
+    assert (report.problem, report.is_unfinished) == ("not on this device", False)
+    assert is_empty(tmp_path)
+
+
 class Shifting(SlowDevice):
     """A device that copies one block to the place of another."""
 
