@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import shutil
 import sys
 import time
@@ -88,12 +89,19 @@ class Runner:
         try:
             while True:
                 await asyncio.sleep(_PROGRESS_SECONDS)
-                columns = shutil.get_terminal_size().columns - 1  # a longer line would leave one behind each time
-                sys.stderr.write(f"\r{_progress_line(load, plan)[:columns]}\x1b[K")
+                sys.stderr.write(f"\r{_progress_line(load, plan)[: _columns() - 1]}\x1b[K")
                 sys.stderr.flush()
         finally:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def _columns() -> int:
+    """Returns the width of the terminal that shows progress: a longer line would leave one behind each time."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # it is none
+        return shutil.get_terminal_size().columns
 
 
 def _progress_line(load: Load, plan: Plan) -> str:

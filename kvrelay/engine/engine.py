@@ -133,12 +133,12 @@ class Engine:
             self._branch(sequence, unfinished)
 
     def abort(self, request_id: str, *, distrust: bool = False) -> None:
-        """Ends a request without further output, releases its blocks and ends its lease, if it has one. With
-        `distrust`, because their KV may be wrong, nobody finds these blocks any more, nor what was or will be computed
-        behind them. Idempotent."""
-        for sequence in self._sequences.pop(request_id, []):
-            if distrust:
-                self.pool.distrust(sequence.names())
+        """Ends a request without further output, releases its blocks and ends its lease, if it has one. Idempotent.
+        With `distrust`, nobody finds these blocks any more, whose KV may be wrong, nor what is computed behind them."""
+        sequences = self._sequences.pop(request_id, [])
+        if distrust:
+            self.pool.distrust(name for sequence in sequences for name in sequence.names())
+        for sequence in sequences:
             self._scheduler.remove(sequence)
             self._changes.load_changed = True
         self.release_lease(request_id)

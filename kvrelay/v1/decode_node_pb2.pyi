@@ -173,8 +173,8 @@ class Abort(google.protobuf.message.Message):
     DISTRUST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     distrust: builtins.bool
-    """A prefill node of the request got logits that are not finite, so KV that this node was given may be wrong: the request's blocks are
-    to be found by nobody any more.
+    """A prefill node of the request got logits that are not finite, so KV that this node was given may be wrong: the request's blocks, and
+    what lies behind them, are to be found by nobody any more.
     """
     def __init__(
         self,

@@ -73,7 +73,8 @@ async def test_the_progress_line_fits_the_terminal(
 ) -> None:
     """A longer one would leave a line behind each time that it is shown."""
     monkeypatch.setattr(run_module, "_PROGRESS_SECONDS", 0.0)
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((40, 24)))
+    monkeypatch.setattr("sys.stderr.fileno", lambda: 2)
     await measure(ServeBenchSettings(url=url, concurrency=1, requests=3, **{**SMALL, "progress": "on"}))
     shown = [line.removesuffix("\x1b[K") for line in capsys.readouterr().err.split("\r")]
     assert max(map(len, shown)) == 39 and any(line.startswith("0/3 requests done, 1 running") for line in shown)
