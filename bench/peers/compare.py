@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure of one engine in one round. `flaws` are those of the run that it comes from (bench/whole_run.py,
+    """One figure of one engine in one round. `flaws` are those of the run that it comes from (kvrelay/bench/result.py,
     bench/memory_stalls.py)."""
 
     engine: str

@@ -87,9 +87,7 @@ def is_loopback(host: str) -> bool:
 def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ...]:
     for name in names:
         if name in broken:
-            raise ConfigurationError(_complaint(name, broken))
+            raise ConfigurationError(
+                f"connector {name!r} does not work on this machine: {broken[name]}; {BACKENDS[name].remedy}"
+            )
     return names
-
-
-def _complaint(name: str, broken: Mapping[str, str]) -> str:
-    return f"connector {name!r} does not work on this machine: {broken[name]}; {BACKENDS[name].remedy}"
