@@ -12,6 +12,7 @@ measurement fails, whether or not targets are met.
 """
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -32,8 +33,8 @@ from paged_kernels.cpu.extension import load_extension
 from bench.arguments import positive, script_parser
 from bench.cpu.report import Result, Values, add_result, medians, read_results, report
 from bench.cpu.targets import MEASUREMENTS, MODEL, SHAPE, Comparison, Part
+from bench.disturbances import Disturbances
 from bench.figures import Figure, read_figures
-from bench.memory_stalls import MemoryStalls
 from bench.peers.processes import descendants, exit_on_signals
 from bench.python_speed import loop_nanoseconds
 from kvrelay.bench.result import environment
@@ -43,7 +44,9 @@ _ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_SECONDS = 2 * 3600.0  # that one command may take
 _END_SECONDS = 240.0  # that it may take to end its servers: three at most, each for up to a minute
 _INTERRUPTED = "interrupted"
+_SET_CHILD_SUBREAPER = 36
 _SOURCES = (".cpp", ".h", ".inl")  # that the kernels are made of, as the Makefile says
+_UNKNOWN = "unknown"  # where git does not tell
 _CHANGED = "+"  # behind a commit whose files have been changed
 
 
@@ -139,8 +142,9 @@ def _measure_all(
 
 
 def _holds(done: Result, commit: str, commands: tuple[str, ...]) -> bool:
-    """Tells whether a result is what a measurement would give now. With changed files nobody knows."""
-    return not done.problem and (done.commit, done.commands) == (commit, commands) and not commit.endswith(_CHANGED)
+    """Tells whether a result is what a measurement would give now. With changed files, or without git, nobody knows."""
+    is_known = commit != _UNKNOWN and not commit.endswith(_CHANGED)
+    return is_known and not done.problem and (done.commit, done.commands) == (commit, commands)
 
 
 def _measure(
@@ -156,17 +160,17 @@ def _measure(
             print(f"\n== {measurement.name}: {_shown(command)}", flush=True)
             files.append(Path(scratch) / f"{index}.json")
             whole = [*_with_paths(command, arguments.directory.resolve()), "--json-file", str(files[-1])]
-            stalls = MemoryStalls()
+            disturbances = Disturbances()
             if problem := _run(whole):
                 break
-            flaws += [f"round {index + 1}: {flaw}" for flaw in stalls.flaws()]
+            flaws += [f"round {index + 1}: {flaw}" for flaw in disturbances.flaws()]
         written = [file for file in files if file.exists()]
         if isinstance(measurement, Comparison):  # which knows the flaws of each of its runs
             body = json.loads(written[0].read_text()) if written else {"ratios": [], "peer": {}, "measurements": []}
-            ratios = tuple(map(_ratio, body["ratios"]))
+            ratios = tuple(_ratio(entry, body["measurements"]) for entry in body["ratios"])
             flaws = list(dict.fromkeys(_flaws(body["measurements"])))
             return Result(measurement.name, shown, commit, here, ratios, problem, body["peer"], tuple(flaws))
-        figures = tuple(_figures([read_figures(file) for file in written]))
+        figures = tuple(_figures([read_figures(file) for file in written], is_flawed=bool(flaws)))
         return Result(measurement.name, shown, commit, here, figures, problem, flaws=tuple(flaws))
 
 
@@ -198,7 +202,15 @@ def _with_paths(command: Sequence[str], directory: Path) -> list[str]:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Runs a command, whose output is ours. Returns what went wrong, or an empty string."""
+    """Runs a command, whose output is ours, and ends what it leaves behind. Returns what went wrong, or an empty
+    string."""
+    try:
+        return _status_of(command)
+    finally:
+        _kill(descendants(os.getpid())[1:])  # servers of a process that was killed, which `_adopt_orphans` gives us
+
+
+def _status_of(command: Sequence[str]) -> str:
     # A terminal's Ctrl-C reaches only us: told a second time, the process would not write what it has measured.
     with subprocess.Popen([sys.executable, *command], cwd=_ROOT, process_group=0) as process:
         try:
@@ -221,30 +233,44 @@ def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
-        for one in descendants(process.pid):  # a server that went on would compute beside all that is measured later
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(one, signal.SIGKILL)
+        _kill(descendants(process.pid))  # a server that went on would compute beside all that is measured later
 
 
-def _ratio(entry: Mapping[str, Any]) -> Values:
-    """Returns one of the ratios that `bench.peers` writes."""
+def _kill(processes: Sequence[int]) -> None:
+    for one in processes:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(one, signal.SIGKILL)
+    for one in processes:
+        with suppress(ChildProcessError):  # it is another's child, or has been waited for
+            os.waitpid(one, 0)
+
+
+def _adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own has ended (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _ratio(entry: Mapping[str, Any], measurements: Sequence[Mapping[str, Any]]) -> Values:
+    """Returns one of the ratios that `bench.peers` writes, which it has computed from `measurements`."""
     title, _, unit = entry["title"].partition(", ")
     name = f"{entry['workload']} {title}".strip()
-    return Values(name, tuple(entry["by_round"]), unit, entry["ours"], entry["theirs"])
+    is_flawed = any(one["flaws"] for one in measurements if one["workload"] == entry["workload"])
+    return Values(name, tuple(entry["by_round"]), unit, entry["ours"], entry["theirs"], is_flawed)
 
 
 def _flaws(measurements: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields the flaws of what `bench.peers` writes, with the run of each."""
     for one in measurements:
         for flaw in one["flaws"]:
-            yield f"round {one['round'] + 1}, {one['engine']}, {one['workload']}: {flaw}"
+            yield f"round {one['round'] + 1}, {one['engine']}, {one['workload'] or 'as a whole'}: {flaw}"
 
 
-def _figures(runs: Sequence[Sequence[Figure]]) -> Iterator[Values]:
+def _figures(runs: Sequence[Sequence[Figure]], *, is_flawed: bool) -> Iterator[Values]:
     """Yields the figures of several runs of a script, each with all of its values."""
     values = [{figure.name: figure.value for figure in run} for run in runs]
     for figure in runs[0] if runs else ():
-        yield Values(figure.name, tuple(run[figure.name] for run in values), figure.unit)
+        yield Values(figure.name, tuple(run[figure.name] for run in values), figure.unit, is_flawed=is_flawed)
 
 
 def _describe(measurement: Comparison | Part, arguments: argparse.Namespace) -> None:
@@ -284,9 +310,10 @@ def _commit() -> str:
         changed = _CHANGED if git("status", "--porcelain", "--untracked-files=no") else ""
         return git("rev-parse", "--short=8", "HEAD") + changed
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return _UNKNOWN
 
 
 if __name__ == "__main__":
     exit_on_signals()
+    _adopt_orphans()
     sys.exit(main())

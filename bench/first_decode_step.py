@@ -84,7 +84,7 @@ async def _measure(address: str, model: str, arguments: argparse.Namespace) -> l
             for _ in range(arguments.requests + 1):
                 prompt = [draw.choice(ids) for _ in range(length)]
                 timings.append(await _generate(stub, model, prompt, arguments.output_len))
-            figures.append(_report(length, timings[1:]))  # the first one warms up
+            figures += _report(length, timings[1:])  # the first one warms up
     return figures
 
 
@@ -104,7 +104,7 @@ async def _generate(stub: "router_pb2_grpc.RouterAsyncStub", model: str, prompt:
     return Timing(1e3 * trace.handover_seconds, first, statistics.median(others))
 
 
-def _report(length: int, timings: list[Timing]) -> Figure:
+def _report(length: int, timings: list[Timing]) -> list[Figure]:
     handovers = sorted(timing.handover for timing in timings)
     late = statistics.median(timing.first_gap - timing.step for timing in timings)
     step = statistics.median(timing.step for timing in timings)
@@ -114,7 +114,10 @@ def _report(length: int, timings: list[Timing]) -> Figure:
         f"{len(handovers)}; {handovers[0]:.1f} to {handovers[-1]:.1f}); first gap {late:.1f} ms above a step's "
         f"{step:.1f} ms"
     )
-    return Figure(f"{length} prompt tokens: hand-over", handover, "ms")
+    return [
+        Figure(f"{length} prompt tokens: hand-over", handover, "ms"),
+        Figure(f"{length} prompt tokens: first gap above a step", late, "ms"),
+    ]
 
 
 if __name__ == "__main__":

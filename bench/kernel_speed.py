@@ -2,11 +2,15 @@
 
     python -m bench.kernel_speed [--fp8] [--decode 16:512] [--prefill 2048]
 
-With `--fp8`, decode over an FP8 pool is measured in turn with decode over a pool of `--dtype`.
+Decode goes over several KV pools one after the other, in all twice as many bytes as the last-level cache has, so that
+KV comes from memory as that of many sequences does. With `--fp8`, decode over FP8 pools is measured in turn with decode
+over pools of `--dtype`.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from paged_kernels.base import AttentionBackend, AttentionMetadata
@@ -17,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.arguments import add_threads, positive, script_parser
+from bench.beyond_cache import beyond_cache_bytes
 from bench.even_batch import even_batch
 from bench.timing import torch_computes, wall_seconds
 
@@ -30,18 +35,22 @@ def best_seconds(run: Callable[[], object], *, repeats: int) -> float:
     return min(wall_seconds(run) for _ in range(repeats))
 
 
-def decode_all_layers(
-    backend: AttentionBackend, query: Tensor, pool: Tensor, metadata: AttentionMetadata
-) -> Callable[[], None]:
-    def run() -> None:
-        for layer in range(NUM_LAYERS):
-            backend.attend(query, pool, layer, metadata, scale=query.shape[-1] ** -0.5)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A decode over all layers of several pools, one after the other."""
 
-    return run
+    backend: AttentionBackend
+    query: Tensor
+    pools: Sequence[Tensor]
+    metadata: AttentionMetadata
+
+    def __call__(self) -> None:
+        for pool, layer in itertools.product(self.pools, range(NUM_LAYERS)):
+            self.backend.attend(self.query, pool, layer, self.metadata, scale=self.query.shape[-1] ** -0.5)
 
 
 def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
-    source = torch.ones(1 << 26)
+    source = torch.ones(beyond_cache_bytes() // 4)
     with torch_computes():
         bandwidth = source.nbytes / best_seconds(source.sum, repeats=args.repeats)
     print(f"memory read: {bandwidth / 1e9:.1f} GB/s")
@@ -52,20 +61,24 @@ def bench_decode(backend: AttentionBackend, args: argparse.Namespace, dtype: tor
         num_blocks = metadata.block_tables.numel()
         pool = torch.randn(num_blocks, args.kv_heads, NUM_LAYERS, 2, BLOCK_SIZE, args.head_dim).to(dtype)
         query = torch.randn(num_seqs, args.heads, args.head_dim).to(dtype)
-        runs = {args.dtype: (decode_all_layers(backend, query, pool, metadata), pool.nbytes)}
+        runs = {args.dtype: _Run(backend, query, _copies(pool, args.copies), metadata)}
         if args.fp8:
             codes = (pool.float() / scales[0, 0]).to(FP8)
-            runs["fp8"] = (decode_all_layers(over_fp8, query, codes, metadata), codes.nbytes)
+            runs["fp8"] = _Run(over_fp8, query, _copies(codes, args.copies), metadata)
         seconds = dict.fromkeys(runs, float("inf"))
         for _ in range(args.rounds):
-            for name, (run, _) in runs.items():
-                seconds[name] = min(seconds[name], best_seconds(run, repeats=args.repeats))
-        for name, (_, num_bytes) in runs.items():
-            rate, per_layer = num_bytes / seconds[name], seconds[name] / NUM_LAYERS * 1e6
+            for name, run in runs.items():
+                seconds[name] = min(seconds[name], best_seconds(run, repeats=args.repeats) / len(run.pools))
+        for name, run in runs.items():
+            rate, per_layer = run.pools[0].nbytes / seconds[name], seconds[name] / NUM_LAYERS * 1e6
             print(
                 f"decode  {num_seqs:3} x {seq_len:5} {name:>8}: {per_layer:9.1f} us, {rate / 1e9:6.1f} GB/s, "
                 f"{rate / bandwidth:4.0%} of memory, {seconds[name] / seconds[args.dtype]:4.2f} of {args.dtype}'s time"
             )
+
+
+def _copies(pool: Tensor, number: int | None) -> list[Tensor]:
+    return [pool.clone() for _ in range(number or -(-beyond_cache_bytes() // pool.nbytes))]
 
 
 def bench_prefill(backend: AttentionBackend, args: argparse.Namespace, dtype: torch.dtype) -> None:
@@ -105,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="SEQUENCES:TOKENS",
         help="batches of decodes: sequences, and tokens of KV of each (default: 1:4096 16:512 16:2048)",
     )
+    parser.add_argument("--copies", type=positive, help="KV pools of a batch, instead of as many as no cache holds")
     parser.add_argument("--prefill", type=positive, nargs="+", default=[128, 512, 2048], help="prompt lengths")
     parser.add_argument(
         "--backend", choices=("auto", "native", "reference"), default="auto", help="which kernels; auto: the fastest"

@@ -3,8 +3,9 @@
     python -m bench.linear_speed --threads 2
     python -m bench.linear_speed --threads 2 --instruction-set avx512_bf16    # is the one in use the fastest?
 
-Every round multiplies `--copies` weights of a shape with each of the two in turn, so that weights come from memory as
-those of a model do. Both allocate every result. What is printed is the median over rounds; ratios are medians of the
+Every round multiplies many weights of a shape with each of the two in turn, twice as many bytes as the last-level cache
+has, so that they come from memory as those of a model do. Both allocate every result. oneDNN's weights are in pages of
+4 KiB, ours in large ones where they fill some. What is printed is the median over rounds; ratios are medians of the
 rounds' ratios.
 """
 
@@ -21,6 +22,7 @@ from paged_kernels.cpu.threads import use_threads
 from torch import Tensor
 
 from bench.arguments import add_threads, positive, script_parser
+from bench.beyond_cache import beyond_cache_bytes
 from bench.in_turn import measure_in_turn
 from bench.onednn_products import has_onednn_products, onednn_linear, onednn_weight
 from bench.timing import torch_computes, wall_seconds
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_threads(parser)
     parser.add_argument("--rounds", type=positive, default=5, help="measurements, besides one to warm up")
-    parser.add_argument("--copies", type=positive, default=8, help="weights of each shape, used in turn")
+    parser.add_argument("--copies", type=positive, help="weights of each shape, instead of as many as no cache holds")
     available = [name for name in _native.available_instruction_sets() if not name.endswith("_emulated")]
     parser.add_argument(
         "--instruction-set",
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     _native.set_instruction_set(arguments.instruction_set)
     use_threads(arguments.threads)
     for num_outputs, num_inputs in SHAPES:
-        weights = [packed.pack(torch.randn(num_outputs, num_inputs).bfloat16()) for _ in range(arguments.copies)]
+        copies = arguments.copies or -(-beyond_cache_bytes() // (2 * num_outputs * num_inputs))
+        weights = [packed.pack(torch.randn(num_outputs, num_inputs).bfloat16()) for _ in range(copies)]
         for num_rows in arguments.rows:
             _measure(torch.randn(num_rows, num_inputs).bfloat16(), weights, arguments.rounds)
 

@@ -11,9 +11,10 @@ from kvrelay.core.errors import UnavailableError
 def whole_run(settings: BenchSettings) -> RunResult:
     """Returns the result of a load, and prints its flaws. Raises UnavailableError when a request fails,
     KeyboardInterrupt after Ctrl-C."""
-    _, [result] = asyncio.run(measure(settings))
-    if result.was_cut:
+    _, results = asyncio.run(measure(settings))
+    if not results or results[0].was_cut:
         raise KeyboardInterrupt
+    [result] = results
     for failure in result.summary.failures:
         raise UnavailableError(f"{failure.count} requests failed: {failure.kind}: {failure.first_message}")
     if result.flaws:

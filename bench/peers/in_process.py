@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bench.disturbances import Disturbances
 from bench.load_prompts import prompts_of
 from bench.peers.base import PeerError, Server, Setup
 from bench.peers.compare import Findings, Measurement, order_of_round
@@ -98,6 +99,7 @@ class InProcessComparison:
         concurrency = scaled(CONCURRENCY, self.scale)
         job.write_text(json.dumps({"prompts": prompts, "output_tokens": OUTPUT_TOKENS, "concurrency": concurrency}))
         command = [*engine.command(self.directory_of(engine), self.model), str(job)]
+        disturbances = Disturbances()
         with PeakMemory(_SAMPLE_SECONDS) as memory:
             found = run_job(command, self.scratch / "worker.log")
         findings.add_work(
@@ -107,8 +109,9 @@ class InProcessComparison:
                 if prompts[kind]
             ]
         )
-        for workload, figure in _figures(found):
-            findings.add(Measurement(engine.name, number, workload, figure))
+        flaws = disturbances.flaws()
+        for workload, figure in figures_of(found):
+            findings.add(Measurement(engine.name, number, workload, figure, flaws))
         findings.add(Measurement(engine.name, number, "", ComparedFigure("peak memory, GB", memory.bytes / 1e9)))
 
 
@@ -127,7 +130,8 @@ def _work(
     )
 
 
-def _figures(found: Mapping[str, Sequence[float]]) -> list[tuple[str, ComparedFigure]]:
+def figures_of(found: Mapping[str, Sequence[float]]) -> list[tuple[str, ComparedFigure]]:
+    """Returns the figures of what `run_job` has returned, each with its workload."""
     first, whole = (statistics.median(found[name]) for name in ("first_seconds", "single_seconds"))
     figures = [
         ("", ComparedFigure("ready after, s", found["ready_seconds"][0])),

@@ -4,16 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bench.peers.base import PeerError, PromptFormat, Server, Setup
 from bench.peers.environment import Environment
 from bench.peers.processes import free_port, run, serving
 from kvrelay.core.process.cgroup import available_cores
 
-VERSION = "0.3.16"
+VERSION = "0.3.36"
 SOURCE_PACKAGE = f"llama-cpp-python=={VERSION}"
-REQUIREMENTS = ("gguf==0.17.1",)
+REQUIREMENTS = ("gguf==0.19.0",)
 _INSTALLED = (SOURCE_PACKAGE, *REQUIREMENTS)
+Weights = Literal["bf16", "f16"]
 SLOTS = 16
 CONTEXT_TOKENS = 40_960  # of all slots together
 _SERVER_OPTIONS = ("--parallel", str(SLOTS), "--ctx-size", str(CONTEXT_TOKENS))
@@ -22,15 +24,19 @@ _BUILD_OPTIONS = ("LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPL
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """A server with as many slots as the workloads have requests at a time."""
+    """A server with as many slots as the workloads have requests at a time. `weights` are those of its matrices: which
+    is faster depends on the processor, and on the number of rows."""
 
     name: str = "llama-cpp"
+    weights: Weights = "bf16"
     arguments: tuple[str, ...] = ()
     prompt_format: PromptFormat = "token_ids"
 
     @property
     def setup(self) -> Setup:
-        return Setup(_INSTALLED, (*_SERVER_OPTIONS, *_threads(), *self.arguments, *_BUILD_OPTIONS))
+        return Setup(
+            _INSTALLED, (f"weights={self.weights}", *_SERVER_OPTIONS, *_threads(), *self.arguments, *_BUILD_OPTIONS)
+        )
 
     def is_installed(self, directory: Path) -> bool:
         return Environment(directory).is_installed(_INSTALLED) and _server(directory).exists()
@@ -56,7 +62,8 @@ class LlamaCpp:
     def serve(self, directory: Path, model: Path) -> Iterator[Server]:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        command = [str(_server(directory)), "--model", str(_as_gguf(directory, model)), "--alias", model.name]
+        gguf = _as_gguf(directory, model, self.weights)
+        command = [str(_server(directory)), "--model", str(gguf), "--alias", model.name]
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
         command += [*_SERVER_OPTIONS, *_threads(), *self.arguments]
         with serving(command, directory / f"{self.name}.log", f"{url}/health") as seconds:
@@ -71,13 +78,13 @@ def _threads() -> tuple[str, ...]:
     return "--threads", cores, "--threads-batch", cores
 
 
-def _as_gguf(directory: Path, model: Path) -> Path:
+def _as_gguf(directory: Path, model: Path, weights: Weights) -> Path:
     """Returns the model as GGUF; it is converted once."""
-    gguf = directory / f"{model.name}.gguf"
+    gguf = directory / f"{model.name}-{weights}.gguf"
     if not gguf.exists():
         script = Path(__file__).with_name("write_gguf.py")
         python = Environment(directory).bin / "python"
-        run([str(python), str(script), str(model), str(gguf)], directory / "convert.log")
+        run([str(python), str(script), str(model), str(gguf), weights], directory / "convert.log")
     return gguf
 
 

@@ -1,9 +1,9 @@
 """Writes a model of bench/random_model.py as GGUF. It runs in llama.cpp's environment.
 
-    python write_gguf.py MODEL_DIR OUT_FILE
+    python write_gguf.py MODEL_DIR OUT_FILE bf16|f16
 
-llama.cpp's own converter identifies tokenizers by a hash and refuses ours. Matrices stay bfloat16 and vectors become
-float32, as in that converter.
+llama.cpp's own converter identifies tokenizers by a hash and refuses ours. Matrices stay bfloat16 or become float16, as
+the last argument says, and vectors become float32, as in that converter.
 """
 
 import json
@@ -31,14 +31,15 @@ _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 def main() -> None:
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    model, out, weights = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     config = json.loads((model / "config.json").read_text())
     partial = out.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, config["model_type"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if weights == "f16" else gguf.LlamaFileType.MOSTLY_BF16)
     _add_shape(writer, config)
     _add_vocabulary(writer, model)
     for name, tensor in _tensors(model / "model.safetensors"):
-        _add_tensor(writer, name, tensor, config)
+        _add_tensor(writer, name, tensor, config, is_half=weights == "f16")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -47,7 +48,6 @@ def main() -> None:
 
 
 def _add_shape(writer: Any, config: dict[str, Any]) -> None:
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -90,7 +90,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
             yield name, data[start + first : start + last].view(np.uint16).reshape(entry["shape"])
 
 
-def _add_tensor(writer: Any, name: str, tensor: NDArray[np.uint16], config: dict[str, Any]) -> None:
+def _add_tensor(writer: Any, name: str, tensor: NDArray[np.uint16], config: dict[str, Any], *, is_half: bool) -> None:
     module, _, kind = name.rpartition(".")
     if module.startswith("model.layers."):
         number, _, part = module.removeprefix("model.layers.").partition(".")
@@ -100,8 +100,9 @@ def _add_tensor(writer: Any, name: str, tensor: NDArray[np.uint16], config: dict
             tensor = _interleaved(tensor, heads)
     else:
         target = f"{_NAMES[module]}.{kind}"
-    if tensor.ndim == 1:
-        writer.add_tensor(target, (tensor.astype(np.uint32) << 16).view(np.float32))
+    if tensor.ndim == 1 or is_half:
+        values = (tensor.astype(np.uint32) << 16).view(np.float32)
+        writer.add_tensor(target, values.astype(np.float16) if tensor.ndim > 1 else values)
     else:
         raw = np.ascontiguousarray(tensor).view(np.uint8)
         writer.add_tensor(target, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)

@@ -9,7 +9,10 @@ def gamma_arrivals(rate: float, *, burstiness: float = 1.0, seed: int) -> Iterat
     """Yields times without end, the first one 0. `rate` is requests per second, inf for all at once.
 
     Gaps are gamma distributed with mean 1/rate and shape `burstiness`: 1 is a Poisson process, less is burstier, more
-    is steadier.
+    is steadier. The rate of the first few is therefore another one: that of n Poisson gaps has a standard deviation of
+    about 1 / sqrt(n). They are not stretched to the rate, as vLLM's benchmark does: every time would then depend on how
+    many are taken, so that a longer run would not begin with the load of a shorter one. The rate that was drawn is told
+    beside the figures (kvrelay/bench/offered.py).
     """
     draw = random.Random(f"arrivals/{seed}")
     at = 0.0

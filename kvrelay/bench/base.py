@@ -49,8 +49,9 @@ class Failure:
 class Answer:
     """All that comes back for one request, filled in as it arrives; a failed or cancelled request keeps what it had.
 
-    `arrivals` are the times of the pieces of output. A piece is usually one token; text that waits for the rest of a
-    character comes with a later piece. `num_output_tokens` is the server's count (usage), None where it sends none.
+    `arrivals` are the times of the pieces of output; pieces that came in one read have the same. A piece is usually one
+    token; text that waits for the rest of a character comes with a later piece. `num_output_tokens` is the server's
+    count (usage), None where it sends none.
     """
 
     sent: float = 0.0
@@ -123,6 +124,7 @@ class RequestRecord:
     counted_by: Literal["usage", "chunks"]
     num_cached_tokens: int | None
     failure: Failure | None
+    is_later_turn: bool = False  # of a conversation: it waited for the answer to the turn before
 
     @property
     def ttft(self) -> float:
@@ -135,7 +137,8 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Returns the mean time of a token after the first one, or None for a single token."""
+        """Returns the mean time of a token after the first one, or None for a single token. How many tokens the first
+        piece holds is not known over HTTP: with more than one, this is too little."""
         if self.num_output_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.num_output_tokens - 1)

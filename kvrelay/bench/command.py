@@ -75,18 +75,22 @@ def _run(command: str, settings: BenchSettings) -> int:
         check_writable("--json-file", settings.json_file)
     raise_open_files_limit()  # every request that runs has a connection
     model, results = uvloop.run(measure(settings))
+    was_cut = not results or any(result.was_cut for result in results)
+    if was_cut and not any(result.records for result in results):
+        print("kvrelay bench: interrupted before a request was measured: nothing is written", file=sys.stderr)
+        return INTERRUPTED
     knee = find_knee(results, settings.attainment) if isinstance(settings, SweepBenchSettings) else None
     unwritten: list[ConfigurationError] = []
     # The last one first: the file, because nobody may read the table any more, then the table, because a plot takes
     # seconds. Each is done even if one before it fails, or is interrupted by one more Ctrl-C.
     with ExitStack() as steps:
-        if settings.plot is not None and results:
+        if settings.plot is not None:
             steps.callback(_write, partial(_plot, settings.plot, settings, model, results), unwritten)
         steps.callback(_print, settings, results, knee)
         if settings.json_file is not None:
             write = partial(write_results, settings.json_file, command, model, settings, results, knee=knee)
             steps.callback(_write, write, unwritten)
-    if any(result.was_cut for result in results):
+    if was_cut:
         return INTERRUPTED
     all_well = all(result.summary.num_completed and not result.summary.num_failed for result in results)
     return 0 if all_well and not unwritten else 1

@@ -174,6 +174,7 @@ class Load:
             counted_by="chunks" if answer.num_output_tokens is None else "usage",
             num_cached_tokens=answer.num_cached_tokens,
             failure=answer.failure,
+            is_later_turn=request.is_later_turn,
         )
 
     async def _watch_loop(self) -> None:

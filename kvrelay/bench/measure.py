@@ -17,8 +17,9 @@ from kvrelay.core.process.extras import require_extra
 
 
 async def measure(settings: BenchSettings) -> tuple[str, list[RunResult]]:
-    """Returns the model's name and a result per plan, fewer when Ctrl-C interrupts it. Raises KVRelayError when nothing
-    can be measured; ends the process when the server needs a package that is not installed."""
+    """Returns the model's name and a result per plan, fewer when Ctrl-C interrupts it, none when it interrupts the
+    warm-up. Raises KVRelayError when nothing can be measured; ends the process when the server needs a package that is
+    not installed."""
     plans = plans_of(settings)
     clock = MonotonicClock()
     async with _client(settings, clock) as client:
@@ -30,12 +31,12 @@ async def measure(settings: BenchSettings) -> tuple[str, list[RunResult]]:
         progress = settings.progress == "on" or (settings.progress == "auto" and sys.stderr.isatty())
         runner = Runner(client, builder, clock, settings.slos, interrupted, progress)
         try:
-            await runner.warm_up(plan_warmup(settings))
+            await runner.warm_up(plan_warmup(settings, plans[0]))
             results: list[RunResult] = []
             for plan in plans:
-                results.append(await runner.measure(plan))
                 if interrupted.is_set():
                     break
+                results.append(await runner.measure(plan))
         finally:
             loop.remove_signal_handler(signal.SIGINT)
     return model, results

@@ -27,13 +27,15 @@ from kvrelay.bench.workloads import (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. `num_requests` is None when time ends it; throughput is then counted over `window` seconds. `label`
-    names the run among those of a sweep."""
+    """One run. `num_requests` is None when time ends it; throughput is then counted over `window` seconds.
+    `request_rate` is the one that was asked for, inf for all at once, None for a trace's own times. `label` names the
+    run among those of a sweep."""
 
     sessions: Sequence[Session]
     num_requests: int | None
     max_concurrency: int | None = None
     window: float | None = None
+    request_rate: float | None = None
     label: str = ""
 
 
@@ -51,19 +53,17 @@ def plans_of(settings: BenchSettings) -> list[Plan]:
     raise TypeError(f"no plan for {type(settings).__name__}")
 
 
-def plan_warmup(settings: BenchSettings) -> Plan:
-    """Returns requests like the measured ones, to be sent one by one, that share no prefix with them. Raises
-    ConfigurationError when a trace cannot be read."""
-    requests = random_requests(settings.warmup, *_warmup_lengths(settings), seed=settings.seed)
+def plan_warmup(settings: BenchSettings, measured: Plan) -> Plan:
+    """Returns requests like the measured ones, to be sent one by one, that share no prefix with them."""
+    requests = random_requests(settings.warmup, *_warmup_lengths(settings, measured), seed=settings.seed)
     return _one_by_one(_renamed(requests, "warm-up"))
 
 
-def _warmup_lengths(settings: BenchSettings) -> tuple[Lengths, Lengths]:
+def _warmup_lengths(settings: BenchSettings, measured: Plan) -> tuple[Lengths, Lengths]:
     """Returns the lengths of a trace's first request, elsewhere those that the settings say."""
-    if not isinstance(settings, ServeBenchSettings) or settings.trace is None:
+    if not isinstance(settings, ServeBenchSettings) or settings.workload != "trace":
         return _lengths(settings)
-    [session] = read_trace(settings.trace, limit=1)
-    [request] = session.requests
+    [request] = measured.sessions[0].requests  # a trace may be a pipe, which can be read only once
     prompt = sum(segment.length for segment in request.segments)
     return Lengths(prompt, prompt), Lengths(request.max_tokens, request.max_tokens)
 
@@ -120,14 +120,15 @@ def _plan_workload(
             Session(at, _renamed(requests, name), is_conversation=True, think_time=settings.think_time)
             for requests, at in zip(turns, arrivals, strict=False)
         ]
-        return Plan(sessions, settings.requests * settings.turns, max_concurrency, label=label)
+        return Plan(sessions, settings.requests * settings.turns, max_concurrency, request_rate=rate, label=label)
     if settings.workload == "shared-prefix":
         requests = shared_prefix_requests(
             settings.requests, settings.num_prefixes, settings.prefix_len, inputs, outputs, seed=settings.seed
         )
     else:
         requests = random_requests(settings.requests, inputs, outputs, seed=settings.seed)
-    return Plan(arriving(_renamed(requests, name), arrivals), len(requests), max_concurrency, label=label)
+    sessions = arriving(_renamed(requests, name), arrivals)
+    return Plan(sessions, len(requests), max_concurrency, request_rate=rate, label=label)
 
 
 def _plan_sweep(settings: SweepBenchSettings) -> list[Plan]:

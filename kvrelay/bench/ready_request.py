@@ -13,11 +13,13 @@ from kvrelay.bench.workloads import Session
 
 @dataclass(frozen=True, slots=True)
 class ReadyRequest:
-    """One request: what it asks, the tokens of its prompt with all earlier turns, and the function that sends it."""
+    """One request: what it asks, the tokens of its prompt with all earlier turns, and the function that sends it.
+    `is_later_turn` tells that there are such turns."""
 
     spec: RequestSpec
     num_prompt_tokens: int
     send: Send
+    is_later_turn: bool
 
 
 class SessionRequests:
@@ -39,10 +41,12 @@ class SessionRequests:
             return None
         conversation = self._conversation or self._builder.conversation(self._name)
         prompt = await conversation.ask(spec.segments)
+        is_later_turn = self._num_said > 0
         num_prompt_tokens = self._num_said + sum(segment.length for segment in spec.segments)
         if self._conversation is not None:
             self._num_said = num_prompt_tokens
-        return ReadyRequest(spec, num_prompt_tokens, await self._client.prepare(prompt, spec.max_tokens))
+        send = await self._client.prepare(prompt, spec.max_tokens)
+        return ReadyRequest(spec, num_prompt_tokens, send, is_later_turn)
 
     def hear(self, answer: Answer) -> None:
         """Makes the answer part of a conversation's next prompt."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from kvrelay.bench.offered import Offered
 from kvrelay.bench.result import LATE_SECONDS, RunResult
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.summary import Distribution, Summary
@@ -9,6 +10,7 @@ from kvrelay.bench.summary import Distribution, Summary
 _STALL_SECONDS = 0.02  # shorter stalls of the client are not worth a note
 _MANY_PER_PIECE = 1.05  # fewer tokens in a piece are the odd one without text
 _FEW_PER_PIECE = 0.95
+_MERGED_SHARE = 0.05
 _PROMPT_GROWTH = 0.02  # room for a begin token
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _LATENCIES = (
@@ -18,7 +20,7 @@ _LATENCIES = (
     ("e2e", "E2E"),
 )
 _SWEEP_COLUMNS = (
-    *("load", "req/s", "goodput", "meet SLOs", "out tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"),
+    *("load", "offered", "req/s", "goodput", "meet SLOs", "out tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"),
     *("failed", "flaw"),
 )
 
@@ -27,7 +29,7 @@ def render(result: RunResult, slos: Slos | None) -> str:
     """Returns the table of one run, of each kind of request when there are several, and notes."""
     parts = ["\n".join(_lines(result.summary, slos))]
     parts += [f"{kind}\n" + "\n".join(_lines(summary, slos)) for kind, summary in result.by_kind.items()]
-    parts.append("\n".join(_notes(result)))
+    parts.append("\n".join([*_rate_note(result), *_notes(result)]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -46,6 +48,7 @@ def _sweep_row(result: RunResult) -> Sequence[str]:
     goodput = summary.goodput
     return (
         result.label,
+        "-" if result.offered is None else f"{result.offered.rate:.2f}",
         f"{summary.requests_per_second:.2f}",
         "-" if goodput is None else f"{goodput.requests_per_second:.2f}",
         "-" if goodput is None else f"{goodput.attainment:.1%}",
@@ -97,6 +100,9 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
     if result.tokens_per_piece > _MANY_PER_PIECE:
         yield f"a piece held {result.tokens_per_piece:.1f} output tokens on average: ITL is the time between pieces"
+    if summary.merged_share > _MERGED_SHARE:
+        merged = f"{summary.merged_share:.0%} of the pieces after the first came in one read with the one before"
+        yield f"{merged}: the server, a proxy or this client held output back, which ITL and --slo itl do not show"
     if 0 < result.tokens_per_piece < _FEW_PER_PIECE:
         held = f"a piece held {result.tokens_per_piece:.2f} output tokens on average"
         yield f"{held}: some had none, and count in TTFT and ITL all the same"
@@ -108,6 +114,8 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"a request was sent {summary.latest_start * 1e3:.0f} ms late: this client could not keep up"
     if result.was_too_small:
         yield f"{result.num_at_once} requests or conversations: there were never {result.max_concurrency} at a time"
+    if result.offered is not None:
+        yield from _backlog_note(result.offered)
     if result.longest_wait > LATE_SECONDS:
         wait = f"{result.longest_wait * 1e3:.0f} ms"
         yield f"with --concurrency a request was sent {wait} after its time: no latency includes this wait"
@@ -122,6 +130,23 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"{result.num_unsent} turns were not sent, because an earlier one failed: no figure includes them"
     if result.was_cut:
         yield "interrupted: these are the results so far"
+
+
+def _rate_note(result: RunResult) -> Iterator[str]:
+    """Yields what the table of a sweep has a column for."""
+    if result.offered is not None:
+        asked = result.offered.asked_rate
+        drawn = "" if asked is None else f", drawn for the {asked:g} that were asked for"
+        yield f"{result.offered.rate:.2f} requests or conversations arrived per second{drawn}"
+
+
+def _backlog_note(offered: Offered) -> Iterator[str]:
+    if not offered.was_sustained:
+        grew = "the last quarter of the requests took more than twice as long as the first"
+        yield f"the server did not keep up: {grew}, and longer runs would give other figures"
+    elif 2 * offered.num_unfinished > offered.num_arrived:
+        left = f"{offered.num_unfinished} of {offered.num_arrived}"
+        yield f"when the last one arrived, {left} had not ended: too few to show whether the server keeps up"
 
 
 def _ms(distribution: Distribution | None, column: str) -> str:

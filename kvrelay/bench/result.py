@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvrelay.bench.base import RequestRecord
+from kvrelay.bench.offered import Offered
 from kvrelay.bench.output_file import errors_naming
 from kvrelay.bench.settings import BenchSettings
 from kvrelay.bench.summary import Summary
@@ -25,8 +26,8 @@ class RunResult:
     of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `num_unsent` are the later
     turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time, None:
     nothing did; `limit_was_reached` tells that one had to wait for its place. `num_at_once` is the number of requests
-    or conversations, if all could have begun at once. `longest_stall` is the longest time in seconds for which this
-    client noticed nothing that arrived.
+    or conversations, if all could have begun at once, and `offered` is what arrived, if they came at times of their
+    own. `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
     """
 
     label: str
@@ -40,6 +41,7 @@ class RunResult:
     max_concurrency: int | None = None
     limit_was_reached: bool = False
     num_at_once: int | None = None
+    offered: Offered | None = None
     longest_stall: float = 0.0
 
     @property
@@ -89,6 +91,7 @@ class RunResult:
             "client late": self.client_was_late,
             f"client stalled for {self.longest_stall * 1e3:.0f} ms": self.longest_stall > LATE_SECONDS,
             "too few": self.was_too_small,
+            "not sustained": self.offered is not None and not self.offered.was_sustained,
         }
         return tuple(name for name, is_true in found.items() if is_true)
 
@@ -135,6 +138,7 @@ def _run(result: RunResult, *, with_records: bool) -> dict[str, object]:
         "was_cut": result.was_cut,
         "num_unsent": result.num_unsent,
         "flaws": result.flaws,
+        "offered": None if result.offered is None else asdict(result.offered),
         "max_concurrency": result.max_concurrency,
         "limit_was_reached": result.limit_was_reached,
         "longest_wait": result.longest_wait,

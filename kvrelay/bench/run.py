@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvrelay.bench.base import Client
 from kvrelay.bench.load import Load
+from kvrelay.bench.offered import Offered
 from kvrelay.bench.plan import Plan
 from kvrelay.bench.prompts import PromptBuilder
 from kvrelay.bench.result import RunResult
@@ -54,6 +55,8 @@ class Runner:
         window = None if plan.window is None else min(plan.window, load.elapsed)
         records = sorted(load.records, key=lambda record: record.index)
         was_cut = self.interrupted.is_set()
+        has_streams = plan.num_requests is None  # which ask again and again
+        offered = None if has_streams else Offered.of(plan.sessions, records, asked_rate=plan.request_rate)
         return RunResult(
             label=plan.label,
             summary=summarise(records, slos=self.slos, window=window),
@@ -66,6 +69,7 @@ class Runner:
             max_concurrency=plan.max_concurrency,
             limit_was_reached=load.limit_was_reached,
             num_at_once=None if any(session.at for session in plan.sessions) else len(plan.sessions),
+            offered=offered,
             longest_stall=load.longest_stall,
         )
 

@@ -1,8 +1,8 @@
 """The figures of a run, from the records of its requests: percentiles, throughput, goodput, failures by kind.
 
 Only requests that ended well have latencies. Throughput counts every token that came, from the first request sent to
-the last token, or to the end of a request that got none; with a window only what came within it. Percentiles
-interpolate linearly, as numpy does by default.
+the last token, or to the end of a request that failed, since a server that hangs has had that time; with a window only
+what came within it. Percentiles interpolate linearly, as numpy does by default.
 """
 
 from collections import Counter
@@ -76,6 +76,7 @@ class Summary:
     itl: Distribution | None
     tpot: Distribution | None
     e2e: Distribution | None
+    merged_share: float  # of the gaps between pieces, those that are 0 because both came in one read
     goodput: Goodput | None
     failures: tuple[FailureCount, ...]
     latest_start: float  # most seconds that a request was sent after its time
@@ -86,12 +87,13 @@ def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, win
     good = [record for record in records if record.failure is None]
     cancelled = [record for record in records if record.failure is not None and record.failure.kind == CANCELLED]
     begin = 0.0 if window is not None else min((record.sent for record in records), default=0.0)
-    end = max((record.arrivals[-1] if record.arrivals else record.finished for record in records), default=0.0)
+    end = max((record.arrivals[-1] if record.failure is None else record.finished for record in records), default=0.0)
     end = end if window is None else window
     seconds = max(end - begin, 1e-9)
     within = [record for record in good if record.arrivals[-1] <= end]
     output_tokens = sum(_tokens_until(record, end) for record in records)
     prompt_tokens = sum(record.num_prompt_tokens for record in records if record.arrivals and record.arrivals[0] <= end)
+    itls = np.fromiter((itl for record in good for itl in record.itls), np.float64)
     return Summary(
         num_completed=len(good),
         num_failed=len(records) - len(good) - len(cancelled),
@@ -106,9 +108,10 @@ def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, win
         output_tokens_per_second=output_tokens / seconds,
         total_tokens_per_second=(output_tokens + prompt_tokens) / seconds,
         ttft=Distribution.of(record.ttft for record in good),
-        itl=Distribution.of(itl for record in good for itl in record.itls),
+        itl=Distribution.of(itls),
         tpot=Distribution.of(record.tpot for record in good if record.tpot is not None),
         e2e=Distribution.of(record.e2e for record in good),
+        merged_share=float(np.mean(itls == 0.0)) if itls.size else 0.0,
         goodput=None if slos is None else _goodput(records, within, slos, seconds, len(cancelled)),
         failures=count_failures(records),
         latest_start=max((record.sent - record.scheduled for record in records), default=0.0),

@@ -12,20 +12,22 @@ def record(
     *arrivals: float,
     scheduled: float = 0.0,
     sent: float = 0.0,
+    finished: float | None = None,
     kind: str = "",
     index: int = 0,
     wanted: int | None = None,
     cached: int | None = None,
     failure: Failure | None = None,
 ) -> RequestRecord:
-    """Returns a request of five prompt tokens with an output token per arrival."""
+    """Returns a request of five prompt tokens with an output token per arrival. If nothing else is said, it has
+    finished with the last one."""
     return RequestRecord(
         index=index,
         kind=kind,
         scheduled=scheduled,
         sent=sent,
         arrivals=arrivals,
-        finished=arrivals[-1] if arrivals else sent,
+        finished=(arrivals[-1] if arrivals else sent) if finished is None else finished,
         num_drawn_tokens=5,
         num_prompt_tokens=5,
         num_output_tokens=len(arrivals),

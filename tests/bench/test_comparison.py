@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench import memory_stalls
+from bench import disturbances
 from bench.peers import __main__ as command
 from bench.peers.__main__ import PeersSettings, main, measure_and_report
 from bench.peers.base import PeerError, Server
@@ -149,7 +149,8 @@ def test_flaws_of_a_run_are_beside_its_figures(
 
 def test_a_machine_short_of_memory_is_a_flaw_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = iter(range(0, 10**12, 10**9))  # microseconds: some process has always just waited for a quarter of an hour
-    monkeypatch.setattr(memory_stalls, "_stalled_seconds", lambda: next(totals) / 1e6)
+    monkeypatch.setattr(disturbances, "_stalled_seconds", lambda: next(totals) / 1e6)
+    monkeypatch.setattr(disturbances, "_stolen_seconds", lambda: 0.0)
     findings = Findings(lambda line: None)
     compare(StubEngine("ours"), StubEngine("theirs")).run(1, 0, findings)
     flaws = {one.flaws for one in findings.measurements if one.workload}

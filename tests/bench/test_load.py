@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,19 @@ async def test_a_trace_is_replayed_at_its_times(url: str, tmp_path: Path) -> Non
     _, [result] = await measure(ServeBenchSettings(url=url, workload="trace", trace=trace, speedup=2.0, **ANSWERED))
     assert scheduled(result) == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert_nothing_is_sent_early(result)
+
+
+async def test_a_trace_may_be_a_pipe(url: str) -> None:
+    """Such as that of `--trace <(zcat trace.gz)`, which can be read once."""
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps({"timestamp": 0, "input_length": 8, "output_length": 2, "hash_ids": [1]}).encode())
+    os.close(writing)
+    settings = ServeBenchSettings(
+        url=url, workload="trace", trace=Path(f"/dev/fd/{reading}"), **ANSWERED | {"warmup": 2}
+    )
+    _, [result] = await measure(settings)
+    os.close(reading)
+    assert (result.summary.num_completed, result.summary.output_tokens) == (1, 2)
 
 
 async def test_requests_arrive_at_the_rate_and_the_burstiness(url: str) -> None:

@@ -195,6 +195,7 @@ async def test_a_request_past_its_timeout_has_failed(url: str, relay: ScriptedRe
     relay.hang_at = 1
     _, [result] = await measure(ThroughputBenchSettings(url=url, requests=2, warmup=0, timeout=0.5, **SMALL))
     assert [(failure.kind, failure.count) for failure in result.summary.failures] == [("timeout", 2)]
+    assert result.summary.seconds > 0.4, "the time for which it hung counts"
 
 
 async def test_an_interrupt_keeps_what_there_is(url: str, relay: ScriptedRelay) -> None:
@@ -208,6 +209,16 @@ async def test_an_interrupt_keeps_what_there_is(url: str, relay: ScriptedRelay) 
     assert (result.summary.num_cancelled, result.summary.num_failed) == (3, 0)
     while relay.num_running:  # the server has heard of it
         await asyncio.sleep(0)
+
+
+async def test_an_interrupt_of_the_warm_up_ends_it_without_a_result(url: str, relay: ScriptedRelay) -> None:
+    relay.hang_at = 0
+    measuring = asyncio.create_task(measure(ThroughputBenchSettings(url=url, requests=3, warmup=2, **SMALL)))
+    while not relay.num_running:
+        await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await measuring == (MODEL, [])
+    assert len(relay.requests) == 1
 
 
 async def test_a_model_that_is_not_served_is_refused(url: str) -> None:
@@ -261,6 +272,11 @@ async def test_events_may_arrive_in_any_pieces() -> None:
     whole = PIECE + PIECE + LAST + USAGE + DONE
     record, _ = await answer_of(*(whole[i : i + 7] for i in range(0, len(whole), 7)))
     assert (len(record.arrivals), record.num_output_tokens, record.failure) == (2, 5, None)
+
+
+async def test_events_that_come_in_one_read_are_told_from_fast_ones() -> None:
+    _, summary = await answer_of(PIECE * 16 + LAST + USAGE + DONE)
+    assert summary.itl is not None and (summary.itl.max, summary.merged_share) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> No
     assert len(set(texts)) == len(texts) >= 6
 
 
+def test_a_quota_that_only_kvrelay_would_notice_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(peers, "available_cores", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    assert peers.main(["--peer", "llama-cpp"]) == 1
+    assert "leaves 1 of 16 cores, which only kvrelay would notice: bind this command" in capsys.readouterr().out
+    peers.check_cores(2, 2)
+
+
 def test_settings_of_the_shell_change_no_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_STREAMS", "2")
     monkeypatch.setenv("KVRELAY_ENDPOINT", "chat")

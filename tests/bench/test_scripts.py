@@ -37,6 +37,7 @@ from bench import (
     serve_vs_generate,
     step_overhead,
 )
+from bench.beyond_cache import beyond_cache_bytes
 from bench.child import child
 from bench.cpu.targets import MEASUREMENTS
 from bench.figures import read_figures
@@ -133,9 +134,17 @@ def test_step_overhead(tiny: str, tmp_path: Path, capsys: Capture) -> None:
 
 def test_kernel_speed(capsys: Capture) -> None:
     small = ["--threads", "1", "--repeats", "1", "--rounds", "1"]
-    kernel_speed.main(["--fp8", "--decode", "2:20", "--prefill", "8", *small])
+    kernel_speed.main(["--fp8", "--decode", "2:20", "--copies", "2", "--prefill", "8", *small])
     shown = capsys.readouterr().out
     check(shown, "memory read: ", "decode    2 x    20 bfloat16:", "decode    2 x    20      fp8:", "prefill     8:")
+
+
+def test_what_no_cache_holds(tmp_path: Path) -> None:
+    assert beyond_cache_bytes(tmp_path) == 256 << 20
+    for index, size in enumerate(("48K", "2048K", "307200K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert beyond_cache_bytes(tmp_path) == 600 << 20
 
 
 def test_linear_speed(capsys: Capture) -> None:

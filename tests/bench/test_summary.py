@@ -55,6 +55,20 @@ def test_failures_count_tokens_but_no_latency() -> None:
     assert summary.ttft is not None and summary.ttft.max == 1.0
 
 
+@pytest.mark.parametrize("kind", ["timeout", CANCELLED])
+def test_the_time_for_which_a_server_hangs_counts(kind: str) -> None:
+    hung = record(0.01, 0.02, 0.03, finished=3.0, failure=Failure(kind, ""))
+    summary = summarise([hung, hung, record(0.5, finished=0.6)])
+    assert (summary.seconds, summary.output_tokens_per_second) == (3.0, 7 / 3.0)
+
+
+def test_pieces_that_came_in_one_read_are_counted() -> None:
+    merged = record(1.0, 1.0, 1.0, 2.0)
+    summary = summarise([merged, record(1.0), record(1.0, 1.5), record(1.0, 1.0, failure=Failure("timeout", ""))])
+    assert summary.merged_share == 0.5
+    assert summarise([record(1.0)]).merged_share == 0.0
+
+
 def test_goodput_needs_every_slo() -> None:
     slos = Slos.parse(["ttft=1500", "itl=600", "e2e=4000"])
     records = [

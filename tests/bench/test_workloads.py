@@ -159,9 +159,9 @@ def test_a_trace_gives_times_lengths_and_equal_tokens_for_equal_hash_ids(tmp_pat
 def test_the_warm_up_of_a_trace_is_as_long_as_its_first_request(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.jsonl", entry(0, 1000, 4, 9), entry(1, 10, 1))
     settings = ServeBenchSettings(workload="trace", trace=path, warmup=2)
-    warmup = [request for session in plan_warmup(settings).sessions for request in session.requests]
-    assert [([part.length for part in one.segments], one.max_tokens) for one in warmup] == [([1000], 5)] * 2
     [measured] = plans_of(settings)
+    warmup = [request for session in plan_warmup(settings, measured).sessions for request in session.requests]
+    assert [([part.length for part in one.segments], one.max_tokens) for one in warmup] == [([1000], 5)] * 2
     names = {part.name for session in measured.sessions for one in session.requests for part in one.segments}
     assert not names & {part.name for one in warmup for part in one.segments}
 

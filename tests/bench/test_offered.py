@@ -1,0 +1,186 @@
+"""What a load offers and whether a server keeps up with it: whole runs of a server in this process, in virtual time."""
+
+import asyncio
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.bench.arrivals import gamma_arrivals
+from kvrelay.bench.base import Answer, Failure, Prompt, RequestRecord, Send
+from kvrelay.bench.knee import find_knee
+from kvrelay.bench.offered import Offered
+from kvrelay.bench.plan import Plan, plans_of
+from kvrelay.bench.prompts import PromptBuilder, Vocabulary
+from kvrelay.bench.report import render, render_sweep
+from kvrelay.bench.result import RunResult
+from kvrelay.bench.run import Runner
+from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ServeBenchSettings, SweepBenchSettings
+from kvrelay.bench.workloads import Session
+from tests.bench.records import record, run_of
+from tests.simulation.virtual_loop import VirtualClock, VirtualLoop, run_virtual
+
+EVER = 10**9
+SHORT: dict[str, Any] = {"input_len": "8", "output_len": "10"}
+
+
+class Server:
+    """A client of a server that has `places` for requests. One token takes `step` seconds, and `more` for each request
+    that runs."""
+
+    def __init__(self, *, places: int, step: float, more: float = 0.0) -> None:
+        self._places = asyncio.Semaphore(places)
+        self._step = step
+        self._more = more
+        self._num_running = 0
+
+    async def resolve_model(self, wanted: str) -> str:
+        return wanted
+
+    async def prepare(self, prompt: Prompt, max_tokens: int) -> Send:
+        return partial(self._answer, max_tokens)
+
+    async def _answer(self, max_tokens: int, answer: Answer) -> None:
+        now = asyncio.get_running_loop().time
+        answer.sent = now()
+        async with self._places:
+            self._num_running += 1
+            for _ in range(max_tokens):
+                await asyncio.sleep(self._step + self._more * self._num_running)
+                answer.arrivals.append(now())
+            self._num_running -= 1
+        answer.finished = now()
+
+    async def close(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+def results_of(settings: BenchSettings, make_server: Callable[[], Server]) -> list[RunResult]:
+    """Returns the result of every plan, each of a server of its own and from the time 0 on."""
+    found: list[RunResult] = []
+
+    async def run(plan: Plan, loop: VirtualLoop) -> None:
+        builder = PromptBuilder(Vocabulary.of_size(4096), "token_ids", seed=settings.seed)
+        runner = Runner(make_server(), builder, VirtualClock(), settings.slos, asyncio.Event(), False)
+        found.append(await runner.measure(plan))
+
+    for plan in plans_of(settings):
+        run_virtual(partial(run, plan))
+    return found
+
+
+def twenty_per_second() -> Server:
+    return Server(places=4, step=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rate_that_the_server_cannot_keep_up_with_is_no_knee(seed: int) -> None:
+    """However short the run, and although the answers of so few requests still meet the SLO."""
+    settings = SweepBenchSettings(request_rates=(2, 8, 40, 128), slo=("ttft=2000",), seed=seed, **SHORT)
+    results = results_of(settings, twenty_per_second)
+    assert [result.summary.goodput and result.summary.goodput.attainment for result in results] == [1.0] * 4
+    assert [result.flaws for result in results] == [(), (), ("not sustained",), ("not sustained",)]
+    knee = find_knee(results, 0.9)
+    assert knee is results[1]
+    table = render_sweep(results, knee, settings.slos, 0.9)
+    assert "128/s: the server did not keep up: the last quarter of the requests took more than twice as long" in table
+
+
+@pytest.mark.parametrize("places", [3, EVER], ids=["queue", "no-queue"])
+@pytest.mark.parametrize("more", [{"requests": 100}, {"requests": 16}, {"output_len": "1-20"}, {"burstiness": 4.0}])
+def test_a_server_that_keeps_up_has_no_flaw(places: int, more: dict[str, Any]) -> None:
+    settings = ServeBenchSettings(request_rate=10.0, **SHORT | more)
+    [result] = results_of(settings, lambda: Server(places=places, step=0.02))
+    assert result.flaws == ()
+
+
+@pytest.mark.parametrize("requests", [2, 5, 32, 300])
+@pytest.mark.parametrize(("output_len", "seed"), [("10", 0), ("5-15", 0), ("5-15", 1), ("5-15", 2)])
+def test_a_run_that_is_shorter_than_its_answers_has_no_flaw(requests: int, output_len: str, seed: int) -> None:
+    settings = ServeBenchSettings(
+        request_rate=requests / 2, requests=requests, seed=seed, **SHORT | {"output_len": output_len}
+    )
+    [result] = results_of(settings, lambda: Server(places=EVER, step=2.0))
+    assert result.flaws == ()
+    left = f"when the last one arrived, {requests} of {requests} had not ended: too few to show whether"
+    assert left in render(result, None)
+
+
+def test_a_server_that_takes_more_at_a_time_as_they_come_keeps_up() -> None:
+    settings = ServeBenchSettings(request_rate=20.0, requests=100, **SHORT)
+    [result] = results_of(settings, lambda: Server(places=EVER, step=0.02, more=0.002))
+    assert result.summary.itl is not None and result.summary.itl.max > 0.03 and result.flaws == ()
+
+
+@pytest.mark.parametrize("more", [{"concurrency": 4}, {"workload": "multi-turn", "turns": 3}])
+def test_waiting_for_a_place_and_later_turns_count_too(more: dict[str, Any]) -> None:
+    settings = ServeBenchSettings(request_rate=40.0, **SHORT, **more)
+    [result] = results_of(settings, twenty_per_second)
+    assert result.flaws == ("not sustained",)
+    assert result.offered is not None and result.offered.num_arrived == 32
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ServeBenchSettings(concurrency=4, **SHORT),
+        ServeBenchSettings(request_rate=math.inf, **SHORT),
+        ServeBenchSettings(workload="mixed", streams=9, duration=5.0, long_every=0.1, **SHORT),
+        ServeBenchSettings(request_rate=1.0, requests=1, **SHORT),
+        LatencyBenchSettings(**SHORT),
+    ],
+    ids=["concurrency", "at-once", "mixed", "one", "latency"],
+)
+def test_other_loads_offer_nothing_at_a_rate(settings: BenchSettings) -> None:
+    [result] = results_of(settings, twenty_per_second)
+    assert (result.offered, result.flaws) == (None, ())
+
+
+def test_the_rate_that_was_drawn_is_told_beside_the_one_that_was_asked_for() -> None:
+    settings = SweepBenchSettings(request_rates=(2, 4), seed=1, **SHORT)
+    results = results_of(settings, twenty_per_second)
+    drawn = [31 / list(itertools.islice(gamma_arrivals(rate, seed=1), 32))[-1] for rate in (2, 4)]
+    assert drawn == pytest.approx([2.525, 5.05], abs=0.001)
+    offered = [result.offered for result in results if result.offered is not None]
+    assert [one.rate for one in offered] == pytest.approx(drawn) and [one.asked_rate for one in offered] == [2.0, 4.0]
+    head, *rows = render_sweep(results, None, None, 0.9).splitlines()
+    assert [row.split()[:2] for row in (head, *rows[:2])] == [["load", "offered"], ["2/s", "2.53"], ["4/s", "5.05"]]
+    note = "2.53 requests or conversations arrived per second, drawn for the 2 that were asked for"
+    assert note in render(results[0], None)
+
+
+def test_a_trace_offers_its_own_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = ({"timestamp": at, "input_length": 8, "output_length": 4, "hash_ids": [at]} for at in (0, 900, 500))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [result] = results_of(ServeBenchSettings(workload="trace", trace=trace, speedup=2.0), twenty_per_second)
+    assert result.offered == Offered(2 / 0.45, None, num_arrived=3, num_unfinished=1, was_sustained=True)
+    assert "4.44 requests or conversations arrived per second\n" in render(result, None)
+
+
+def each_second(*taken: float) -> tuple[list[Session], list[RequestRecord]]:
+    """Returns sessions and records of requests that arrived every second and took so many."""
+    sessions = [Session(float(at), []) for at in range(len(taken))]
+    return sessions, [record(at + took, scheduled=float(at), sent=float(at)) for at, took in enumerate(taken)]
+
+
+def test_requests_that_failed_show_nothing() -> None:
+    """Such as those that an overloaded server refuses."""
+    sessions, slower = each_second(*range(1, 33))
+    refused = [replace(one, failure=Failure("http 429", "")) for one in slower]
+    for records, was_sustained in ((slower, False), (refused, True), (slower[:8] + refused[8:], True)):
+        found = Offered.of(sessions, records, asked_rate=1.0)
+        assert found is not None and found.was_sustained == was_sustained
+        assert run_of(*records, offered=found).flaws == (() if was_sustained else ("not sustained",))
+
+
+def test_later_requests_may_take_longer() -> None:
+    """Because they are longer, for example: the server keeps up as long as it ends as many as arrive."""
+    found = Offered.of(*each_second(*[1.0] * 16, *[6.0] * 16), asked_rate=1.0)
+    assert found is not None and found.was_sustained
