@@ -1,5 +1,6 @@
-"""Recognises the errors that are raised when a GPU's memory is full, and turns them into advice for the operator."""
+"""Recognises the errors that are raised when memory is full, and turns them into advice for the operator."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,13 @@ class GpuMemoryError(KVRelayError):
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Tells whether an error means that a GPU's memory is full."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OTHERS)
+
+
+def is_refused_by_system(error: Exception) -> bool:
+    """Tells whether an error means that the system refuses memory of its own, as under a limit on addresses."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 @contextmanager

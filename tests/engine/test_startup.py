@@ -1,5 +1,6 @@
 """From options to an engine: what is chosen by the model, and refused before its weights are read."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -74,6 +75,23 @@ def test_rotary_positions_that_no_sequence_reaches_take_no_memory(family: str, t
     for kept, all_of_it in ((table.cos, whole.cos), (table.sin, whole.sin)):
         assert torch.equal(kept, all_of_it[: 80 * 16])
         assert kept.untyped_storage().nbytes() == kept.nbytes < all_of_it.nbytes
+
+
+def test_yarn_stretches_the_default_length_as_far_as_the_pool_allows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tiny_model("llama-rope-yarn", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    rope = fields["rope_parameters"] | {"original_max_position_embeddings": 512}
+    fields |= {"rope_parameters": rope, "max_position_embeddings": 512}  # by a factor of 4
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    prepared = prepare_engine(EngineOptions(str(tmp_path), device="cpu", threads=1))
+    assert prepared.size.max_model_len == prepared.loaded.max_model_len == 2048
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    prepared = prepare_engine(EngineOptions(str(tmp_path), device="cpu", threads=1, num_blocks=80))
+    assert prepared.size.max_model_len == 80 * 16
+    assert "max_model_len is 1280 instead of the model's 2048: the pool holds no more" in caplog.text
+    assert len(prepared.loaded.model.rotary.cos) == 80 * 16
 
 
 def test_the_scheduler_has_the_limits_and_the_policy_of_the_options(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def _resolved(model: str) -> Path:
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(
             f"{model} is neither a directory nor a model in the local Hugging Face cache; kvrelay downloads nothing: "
-            "`hf download` fetches a model by its name"
+            "`hf download` fetches a model by its name. In the cache, a name finds only the revision main: give "
+            "another one as the directory of its snapshot"
         ) from error
 
 
@@ -49,6 +50,16 @@ def refuse_pointer(path: Path, beginning: bytes) -> None:
     (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
     if beginning.startswith(b"version https://git-lfs"):
         raise ModelLoadError(f"{path} is a pointer of Git LFS, not the file: `git lfs pull` in its folder fetches it")
+
+
+def refuse_dangling(path: Path) -> None:
+    """Raises ModelLoadError if `path` is a link to what is not there. The files of a snapshot in the Hugging Face cache
+    are links to another folder of the cache, which may not have been copied or mounted with it."""
+    if path.is_symlink() and not path.exists():
+        raise ModelLoadError(
+            f"{path} is a link to {path.readlink()}, which is not there: if it is of a Hugging Face cache, make the "
+            "model's whole folder in the cache available, blobs too"
+        )
 
 
 def _of_files(directory: Path) -> Path:

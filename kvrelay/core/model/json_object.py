@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.model.directory import refuse_pointer
+from kvrelay.core.model.directory import refuse_dangling, refuse_pointer
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -19,6 +19,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         refuse_pointer(path, content)
         loaded = from_json(content)
     except FileNotFoundError as error:
+        refuse_dangling(path)
         raise ModelLoadError(
             f"{path.parent} has no {path.name}: it is not a Hugging Face model directory, or not all of one"
         ) from error

@@ -7,7 +7,7 @@ around that. In a container its own one usually looks like the root.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -61,9 +61,31 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Sequence[Path] |
     return free
 
 
+def most_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Sequence[Path] | None = None) -> int:
+    """Returns the bytes that this process can have at most, swap included, within the limits of the container or
+    service: all that no program holds by now. Caches of every kind count as free, however much they are used: the
+    system gives them up before it ends a program."""
+    machine = _numbers(meminfo)
+    most = 1024 * (machine["MemTotal:"] - _sum(machine, "AnonPages:", "Shmem:"))
+    for folder in (*folders_v2(), *folders_v1("memory")) if cgroups is None else cgroups:
+        for limit_name, held in (
+            ("memory.max", ("anon", "shmem")),
+            ("memory.limit_in_bytes", ("total_rss", "total_shmem")),  # v1
+        ):
+            limit = folder / limit_name
+            if limit.is_file() and (limit_bytes := limit.read_text().strip()) != "max":
+                most = min(most, int(limit_bytes) - _sum(_numbers(folder / "memory.stat"), *held))
+    return max(0, most) + 1024 * _sum(machine, "SwapFree:")
+
+
 def _numbers(path: Path) -> dict[str, int]:
     """Returns the numbers of a kernel's file with a name and a number on each line."""
     return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
+
+
+def _sum(numbers: Mapping[str, int], *names: str) -> int:
+    """Adds up the numbers of these names, of which not all systems have every one."""
+    return sum(numbers.get(name, 0) for name in names)
 
 
 def _lines(path: Path) -> list[str]:

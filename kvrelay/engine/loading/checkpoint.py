@@ -18,7 +18,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvrelay.core.errors import ModelLoadError
-from kvrelay.core.model.directory import refuse_pointer
+from kvrelay.core.model.directory import refuse_dangling, refuse_pointer
 from kvrelay.core.model.json_object import read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -90,10 +90,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         return Checkpoint((_open_file(directory / SINGLE_FILE),))
     index = directory / INDEX_FILE
     if not index.is_file():
-        raise ModelLoadError(
-            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}: fetch all of the model's files; other formats of "
-            "weights (.bin, GGUF) are not supported"
-        )
+        refuse_dangling(directory / SINGLE_FILE)
+        refuse_dangling(index)
+        raise ModelLoadError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{_found_instead(directory)}")
     weight_map = _weight_map(index)
     checkpoint = Checkpoint(tuple(_open_file(directory / name) for name in sorted(set(weight_map.values()))))
     found: dict[str, Path] = {}
@@ -107,6 +106,20 @@ def open_checkpoint(directory: Path) -> Checkpoint:
                 f"tensor {name} is missing from {directory / file_name}, where {INDEX_FILE} says it is"
             )
     return checkpoint
+
+
+def _found_instead(directory: Path) -> str:
+    """Returns the end of the message about weights files that are not there: what is, and what to do."""
+    found = sorted(path.name for path in directory.glob("[!.]*.safetensors"))
+    if not found:
+        return ": fetch all of the model's files; other formats of weights (.bin, GGUF) are not supported"
+    if len(found) == 1:
+        return f", but {found[0]}: rename it to {SINGLE_FILE}"
+    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    return (
+        f", but {shown}: fetch {INDEX_FILE} if they are parts of one model; otherwise rename the one that is the model "
+        f"to {SINGLE_FILE}"
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -134,6 +147,7 @@ def _open_file(path: Path) -> CheckpointFile:
             text = stream.read(header_length)
             header = _header(text)
     except FileNotFoundError as error:
+        refuse_dangling(path)
         raise ModelLoadError(f"the weights file {path} is missing: fetch all of the model's files") from error
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error

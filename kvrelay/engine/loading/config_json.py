@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvrelay.core.errors import ModelLoadError
+from kvrelay.core.model.directory import refuse_dangling
 from kvrelay.core.model.json_object import read_json_object
 
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -81,6 +82,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
     """Returns what a `config.json` holds, and the family of its model. Raises ModelLoadError if it cannot be read, or
     its model is of no family that is supported."""
     if not path.exists():
+        refuse_dangling(path)
         for pattern, remedy in _NO_MODELS:
             if found := sorted(path.parent.glob(pattern)):
                 raise ModelLoadError(f"{path.parent} has no config.json, but {found[0].name}: {remedy}")

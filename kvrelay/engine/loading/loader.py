@@ -20,7 +20,9 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.config.option_types import DTypeName, Quantization
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.core.model.directory import resolve_model_directory
+from kvrelay.core.model.tokenizer_end import tokenizer_end_token
 from kvrelay.core.process.weight_store import WeightStore
+from kvrelay.engine.layers.rotary import RopeKind
 from kvrelay.engine.layers.weight_format import PrequantizedTensors, Slot, WeightFormat, bits_of
 from kvrelay.engine.loading.checkpoint import (
     INTEGER_DTYPE,
@@ -32,6 +34,7 @@ from kvrelay.engine.loading.checkpoint import (
 from kvrelay.engine.loading.checkpoint_reader import hold_equal_values, read_tensors
 from kvrelay.engine.loading.shared_weights import place_for
 from kvrelay.engine.loading.stored_kv_scales import is_kv_scale
+from kvrelay.engine.loading.weight_bytes import CountedMemory, refusing_weights_that_do_not_fit, weight_bytes
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.models.model_config import ModelConfig, load_model_config
 
@@ -43,6 +46,7 @@ Progress = Callable[[int, int], None]
 FINGERPRINT_VERSION = 1
 
 _CPU = torch.device("cpu")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,32 +78,33 @@ def load_model(
 ) -> LoadedModel:
     """Loads the model at `path`: a directory, or a Hugging Face id that is in the local cache.
 
-    `max_model_len` None takes the length that the model was made for. `quantization` quantises weights, tensor by
-    tensor while they are read, and works on the CPU only; a checkpoint that is quantised already (AWQ, GPTQ) is used as
-    it is and takes none. On the CPU, weights are shared with other processes through a `weight_store`, unless the
-    checkpoint is quantised already.
+    `max_model_len` None takes the length that the model was made for, with YaRN the stretched one. `quantization`
+    quantises weights, tensor by tensor while they are read, and works on the CPU only; a checkpoint that is quantised
+    already (AWQ, GPTQ) is used as it is and takes none. On the CPU, weights are shared with other processes through a
+    `weight_store`, unless the checkpoint is quantised already.
 
     Raises ModelLoadError for a checkpoint that cannot be run, naming the file and the tensor or field. Raises
-    ConfigurationError for a `max_model_len` beyond the model's positions, or a `quantization` that does not fit the
-    checkpoint or the device.
+    ConfigurationError for a `max_model_len` beyond the model's positions, a `quantization` that does not fit the
+    checkpoint or the device, or weights that do not fit into a CPU's memory.
     """
     clock = MonotonicClock()
     start = clock.now()
     directory = resolve_model_directory(path)
     checkpoint = open_checkpoint(directory)
-    config = _with_its_own_head(load_model_config(directory), checkpoint)
+    config = _with_the_tokenizers_end(_with_its_own_head(load_model_config(directory), checkpoint), directory)
     compute_dtype = _compute_dtype(dtype, config, checkpoint, device)
     length = _model_len(max_model_len, config)
     weights = _weight_format(config, checkpoint, compute_dtype, device, quantization)
-    _check_tensors(_planned_slots(config, attention, weights), checkpoint, config)
+    num_bytes = _checked_bytes(config, attention, weights, checkpoint)
     with place_for(weight_store, config, weights, checkpoint) as place:
         weights = replace(weights, memory=place.memory)
-        model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
-        slots = model.checkpoint_slots()
-        if place.digests is None:
-            place.digests = _fill(slots, checkpoint, progress)
-        del slots
-        model.pack()
+        with refusing_weights_that_do_not_fit(num_bytes, weights, directory):
+            model = DecoderForCausalLM(config, attention, max_model_len=length, weights=weights)
+            slots = _named_as_stored(model.checkpoint_slots(), checkpoint)
+            if place.digests is None:
+                place.digests = _fill(slots, checkpoint, progress)
+            del slots
+            model.pack()
     if weights.prequantized is not None:
         _log_prequantized(model, weights.prequantized)
     if not config.eos_token_ids:
@@ -119,7 +124,7 @@ def _with_its_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConf
     """Returns the configuration without a tied head if the checkpoint has a head that is not the embedding. It was
     trained then, and `tie_word_embeddings` is wrong; transformers, too, believes the weights."""
     tensors = checkpoint.tensors()
-    embedding, head = (tensors.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    embedding, head = tensors.get(_EMBEDDING), tensors.get(_HEAD)
     if not config.tie_word_embeddings or embedding is None or head is None or hold_equal_values(embedding, head):
         return config
     _logger.warning(
@@ -127,6 +132,20 @@ def _with_its_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConf
         "it to false"
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def _with_the_tokenizers_end(config: ModelConfig, directory: Path) -> ModelConfig:
+    """Returns the configuration with the tokenizer's end token among those that end an output, as in vLLM: the other
+    files may still say those of a base model."""
+    token = tokenizer_end_token(directory)
+    if token is None or token in config.eos_token_ids or not 0 <= token < config.vocab_size:
+        return config
+    _logger.info(
+        "token %d ends an output as well: tokenizer_config.json has it as eos_token, eos_token_id is %s",
+        token,
+        list(config.eos_token_ids),
+    )
+    return replace(config, eos_token_ids=(*config.eos_token_ids, token))
 
 
 def _weight_format(
@@ -200,35 +219,46 @@ def _fill(slots: Mapping[str, Slot], checkpoint: Checkpoint, progress: Progress 
 
 
 def _compute_dtype(name: DTypeName, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Returns the dtype to compute in. `auto` is the checkpoint's own dtype, but float32 for float16 on a CPU.
+    """Returns the dtype to compute in. `auto` is the checkpoint's own dtype, that of its configuration if it says one,
+    but float32 for float16 on a CPU.
 
     Only some CPUs compute in float16. float32 represents every float16 value exactly, and choosing it on every CPU lets
     nodes on different machines agree on names of blocks. bfloat16, which would lose bits, is left to the operator.
     """
     if name != "auto":
         return _DTYPES[name]
-    stored = config.dtype or dtype_name(_stored_dtype(checkpoint))
-    if stored not in _DTYPES:
-        raise ModelLoadError(f"config.json: dtype: {stored!r} is not supported; supported are {', '.join(_DTYPES)}")
-    if stored == "float16" and device.type == "cpu":
+    stored = dtype_name(_stored_dtype(config, checkpoint))
+    own = config.dtype or stored
+    if own not in _DTYPES:
+        raise ModelLoadError(f"config.json: dtype: {own!r} is not supported; supported are {', '.join(_DTYPES)}")
+    if device.type == "cpu" and "float16" in (own, stored) and own != "bfloat16":
         _logger.info(
             "a float16 checkpoint runs in float32 on a CPU; dtype bfloat16 is faster and smaller but rounds them"
         )
         return torch.float32
-    return _DTYPES[stored]
+    if own == "float32" != stored:
+        _logger.info(
+            "config.json asks for float32, which takes twice the memory of the stored %s: dtype %s takes them as they "
+            "are",
+            stored,
+            stored,
+        )
+    return _DTYPES[own]
 
 
-def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def _stored_dtype(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     """Returns the dtype of the embedding, a tensor that all families have under the same name."""
-    tensor = checkpoint.tensors().get("model.embed_tokens.weight")
+    tensors = checkpoint.tensors()
+    tensor = tensors.get(_EMBEDDING) or (tensors.get(_HEAD) if config.tie_word_embeddings else None)
     if tensor is None:
-        raise ModelLoadError(f"tensor model.embed_tokens.weight is missing from {_names(checkpoint)}")
+        raise _missing(_EMBEDDING, checkpoint, config)
     return _weight_dtype(tensor)
 
 
 def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
     if max_model_len is None:
-        return config.max_position_embeddings
+        is_yarn = config.rope.kind is RopeKind.YARN  # whose stretched length is the model's own, also for vLLM
+        return config.max_context_length if is_yarn else config.max_position_embeddings
     if not 1 <= max_model_len <= config.max_context_length:
         raise ConfigurationError(
             f"max_model_len must be between 1 and {config.max_context_length} for this model, got {max_model_len}"
@@ -236,10 +266,27 @@ def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
     return max_model_len
 
 
-def _planned_slots(config: ModelConfig, attention: AttentionBackend, weights: WeightFormat) -> dict[str, Slot]:
-    """Returns the slots that the model will have, without memory: their sizes may be wrong and beyond any machine."""
-    planned = replace(weights, device=torch.device("meta"), bits=None)
-    return DecoderForCausalLM(config, attention, max_model_len=1, weights=planned).checkpoint_slots()
+def _checked_bytes(
+    config: ModelConfig, attention: AttentionBackend, weights: WeightFormat, checkpoint: Checkpoint
+) -> int:
+    """Returns the bytes that the weights take on a CPU. Raises ModelLoadError unless the checkpoint's tensors are those
+    of the model. Takes no memory: sizes may be wrong and beyond any machine."""
+    memory = CountedMemory()
+    device = weights.device if weights.device.type == "cpu" else torch.device("meta")
+    planned = replace(weights, device=device, memory=memory)
+    model = DecoderForCausalLM(config, attention, max_model_len=1, weights=planned)
+    slots = _named_as_stored(model.checkpoint_slots(), checkpoint)
+    _check_tensors(slots, checkpoint, config)
+    return weight_bytes(memory, slots)
+
+
+def _named_as_stored(slots: dict[str, Slot], checkpoint: Checkpoint) -> dict[str, Slot]:
+    """Returns the slots by the names that their tensors have in the checkpoint: some have an embedding that is tied to
+    the head only under the name of the head."""
+    stored = checkpoint.tensors()
+    if _HEAD not in slots and _HEAD in stored and _EMBEDDING not in stored:
+        slots[_HEAD] = slots.pop(_EMBEDDING)
+    return slots
 
 
 def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -247,7 +294,7 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
     for name, slot in slots.items():
         tensor = stored.get(name)
         if tensor is None:
-            raise ModelLoadError(f"tensor {name} is missing from {_names(checkpoint)}")
+            raise _missing(name, checkpoint, config)
         if slot.integers:
             _check_integers(tensor)
         else:
@@ -258,7 +305,7 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
             )
     # Expected although the model does not read them here: a tied head that is stored once more, the rotary frequencies
     # of old Llama files, and the scales of an FP8 KV cache.
-    expected = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    expected = {_HEAD} if config.tie_word_embeddings else set()
     extra = [
         name
         for name in stored
@@ -272,6 +319,24 @@ def _check_tensors(slots: Mapping[str, Slot], checkpoint: Checkpoint, config: Mo
         _logger.warning(
             "%d tensors of %s are not part of the model and were ignored: %s", len(extra), _names(checkpoint), shown
         )
+
+
+def _missing(name: str, checkpoint: Checkpoint, config: ModelConfig) -> ModelLoadError:
+    """Returns the error about a tensor that is missing, with what is there in its place."""
+    stored = checkpoint.tensors()
+    missing = f"tensor {name} is missing from {_names(checkpoint)}"
+    codes, bare = f"{name.removesuffix('weight')}qweight", name.removeprefix("model.")
+    if config.quantization is None and codes in stored:
+        return ModelLoadError(
+            f"{missing}, which has {codes}: the weights are quantised, but config.json lacks quantization_config; put "
+            "there what quantize_config.json (GPTQ) or quant_config.json (AWQ) says, with a quant_method of gptq or awq"
+        )
+    if bare != name and bare in stored:
+        return ModelLoadError(
+            f"{missing}, which has {bare}: its names lack the prefix `model.` of a model with its head; save it by "
+            "transformers' AutoModelForCausalLM"
+        )
+    return ModelLoadError(missing)
 
 
 def _check_integers(tensor: StoredTensor) -> None:

@@ -47,6 +47,24 @@ def test_a_name_that_no_file_can_have_is_refused() -> None:
         resolve_model_directory("a" * 300)
 
 
+def test_of_a_model_in_the_cache_only_the_revision_main_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model, commit = tmp_path / "models--org--model", "0123456789" * 4
+    snapshot = model / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "v1.0").write_text(commit)
+    says = "In the cache, a name finds only the revision main: give another one as the directory of its snapshot"
+    for name in ("org/model", "org/model@v1.0"):
+        with pytest.raises(ModelLoadError, match=rf"^{name} is neither a directory nor .*{says}$"):
+            resolve_model_directory(name)
+    assert resolve_model_directory(str(snapshot)) == snapshot
+    (model / "refs" / "main").write_text(commit)
+    assert resolve_model_directory("org/model") == snapshot
+
+
 def test_the_home_of_a_user_that_there_is_not_is_refused() -> None:
     with pytest.raises(ModelLoadError, match=r"^~no-such-user/model is neither a directory nor"):
         resolve_model_directory("~no-such-user/model")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.core.process.cgroup import available_cores, folders_v1, folders_v2, free_memory
+from kvrelay.core.process.cgroup import available_cores, folders_v1, folders_v2, free_memory, most_memory
 
 GIB = 1 << 30
 
@@ -112,3 +112,27 @@ def test_so_it_is_in_version_1(tmp_path: Path) -> None:
     for limit, free in ((8 * GIB, 6 * GIB), (GIB, 0), (2**63 - 4096, 32 * GIB)):
         (tmp_path / "memory.limit_in_bytes").write_text(f"{limit}\n")
         assert free_memory(tmp_path / "meminfo", [tmp_path]) == free
+
+
+MACHINE = "MemTotal: 67108864 kB\nMemAvailable: 1048576 kB\nAnonPages: 8388608 kB\nShmem: 8388608 kB\nSwapFree: {} kB\n"
+
+
+def test_at_most_all_memory_can_be_had_that_no_program_holds(tmp_path: Path) -> None:
+    """Caches are given up, whatever Linux calls available."""
+    (tmp_path / "meminfo").write_text(MACHINE.format(2 << 20))
+    assert most_memory(tmp_path / "meminfo", []) == (64 - 8 - 8 + 2) * GIB
+    assert most_memory() >= free_memory() // 2 > 0
+
+
+@pytest.mark.parametrize(
+    ("limit_name", "prefix"), [("memory.max", ""), ("memory.limit_in_bytes", "total_")], ids=["version 2", "version 1"]
+)
+def test_in_a_container_it_is_what_its_programs_leave_of_the_limit(
+    tmp_path: Path, limit_name: str, prefix: str
+) -> None:
+    (tmp_path / "meminfo").write_text(MACHINE.format(0))
+    used = {"active_file": 4, "inactive_file": 2, "anon" if not prefix else "rss": 3, "shmem": 1}
+    (tmp_path / "memory.stat").write_text("".join(f"{prefix}{name} {gib * GIB}\n" for name, gib in used.items()))
+    for limit, most in ((f"{10 * GIB}", 6 * GIB), (f"{GIB}", 0), (f"{2**63 - 4096}", 48 * GIB)):
+        (tmp_path / limit_name).write_text(f"{limit}\n")
+        assert most_memory(tmp_path / "meminfo", [tmp_path]) == most

@@ -170,6 +170,7 @@ def test_max_model_len_is_what_the_positions_reach(llama: Path, tmp_path: Path) 
     with pytest.raises(ConfigurationError, match="max_model_len must be between 1 and 4096"):
         _load(llama, max_model_len=4097)
     linear = make_tiny_model("llama-rope-linear", tmp_path / "linear")
+    assert _load(linear).max_model_len == 4096
     assert _load(linear, max_model_len=4 * 4096).max_model_len == 4 * 4096
 
 
