@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from kvrelay.core.errors import InvalidRequestError
 
 ChatMessage = Mapping[str, str]
-"""A message as a chat template gets it, with the keys `role` and `content`."""
+"""The role and the text of a message, under the keys `role` and `content`."""
 Role = Literal["system", "developer", "user", "assistant"]
 """Who may speak in a chat."""
 

@@ -137,12 +137,18 @@ class LibraryStream:
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], int]:
         """Returns the last of the prompt's tokens that is text by itself, and the length of its text. The bytes of an
-        incomplete character are none: they stay the prompt's, and what completes them is U+FFFD, as it is alone."""
-        for token_id in reversed(prompt_token_ids[-_PROMPT_TOKENS:]):
-            text = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
-            if text and "\ufffd" not in text:
-                return [token_id], len(text)
-        return [], 0
+        incomplete character are none: they stay the prompt's, and what completes them is U+FFFD, as it is alone. Where
+        all that the prompt adds to the text is single bytes or the space that is dropped, any token that is text stands
+        for it."""
+        skip = self._skip_special_tokens
+        last = prompt_token_ids[-_PROMPT_TOKENS:]
+        texts = (token_id for token_id in reversed(last) if self._tokenizer.is_text(token_id, skip_special_tokens=skip))
+        context = next(texts, None)
+        if context is None and any(map(self._may_add_text, last)):
+            context = self._tokenizer.text_token
+        if context is None:
+            return [], 0
+        return [context], len(self._tokenizer.decode([context], skip_special_tokens=skip))
 
     def _ends_within_character(self) -> bool:
         """Tells whether the tokens since the last text are characters, of which the last one is not complete."""

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,8 +43,13 @@ _TEMPLATE_ERRORS = (
     ValueError,
 )
 
+# The text of a message with which a chat template is tried: no template has it, and what trims texts leaves it alone.
+_PROBE = "kvrelayprobe"
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_BOUNDARY = "\u2581"  # how SentencePiece writes a space
+
+_logger = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -61,6 +66,7 @@ class Tokenizer:
         # What a client may not set for the template, because it has a meaning for the functions that render it.
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
         self._reserved_variables = {"self", "messages", "conversations", *parameters} - {"kwargs"}
+        self._expects_parts = bool(hf_tokenizer.chat_template) and _expects_parts(hf_tokenizer)
         added = backend.get_added_tokens_decoder()
         # What is put before and after a text need not be in the vocabulary.
         self.largest_token_id = max((*backend.get_vocab(with_added_tokens=True).values(), *backend.encode("").ids))
@@ -141,7 +147,7 @@ class Tokenizer:
     ) -> str:
         """Renders a conversation with the model's chat template, which may use `variables`. The text has to be encoded
         without special tokens. The role `developer`, newer OpenAI models' name for `system`, becomes `system`, which
-        templates know.
+        templates know. A template that expects a list of parts gets each message's text as its only part.
 
         Raises InvalidRequestError naming `messages` if the model has no template or the template refuses them, and
         naming `chat_template_kwargs` if one of the variables has another meaning."""
@@ -150,10 +156,12 @@ class Tokenizer:
         variables = variables or {}
         for name in variables.keys() & self._reserved_variables:
             raise InvalidRequestError(f"chat_template_kwargs may not have {name}", field="chat_template_kwargs")
-        known = [
+        known: list[dict[str, Any]] = [
             {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
             for message in messages
         ]
+        if self._expects_parts:
+            known = [{**message, "content": _parts(message["content"])} for message in known]
         try:
             text = self._hf.apply_chat_template(
                 known, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
@@ -193,6 +201,17 @@ class Tokenizer:
     def is_byte_token(self, token_id: int) -> bool:
         """Tells whether the token stands for one byte, which a decoder reads together with those around it."""
         return _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
+
+    def is_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Tells whether the token is text by itself, with no incomplete character."""
+        text = self.decode([token_id], skip_special_tokens=skip_special_tokens)
+        return text != "" and "\ufffd" not in text
+
+    @cached_property
+    def text_token(self) -> int | None:
+        """Some token that is text by itself, neither a byte nor special; None if there is none."""
+        others = (token_id for token_id in range(self.largest_token_id + 1) if not self.is_byte_token(token_id))
+        return next((token_id for token_id in others if self.is_text(token_id, skip_special_tokens=True)), None)
 
     def _make_token_bytes(self, token_id: int) -> bytes:
         piece = self.backend.id_to_token(token_id)
@@ -239,6 +258,30 @@ def _brings_code(path: Path) -> bool:
     ModelLoadError."""
     settings = path / "tokenizer_config.json"
     return settings.is_file() and "auto_map" in read_json_object(settings)
+
+
+def _expects_parts(hf_tokenizer: Any) -> bool:
+    """Tells whether the chat template shows the text of a message only if that is in a list of parts: it would take
+    each character of a string for a part, and lose the message. Logs a warning if it shows neither; then it gets
+    strings."""
+    problems: list[str] = []
+    for content, form in ((_PROBE, "a string"), (_parts(_PROBE), "a list of parts")):
+        try:
+            text = hf_tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # whatever it is, the model can be served without its template
+            problems.append(f"refuses a user's message that is {form} ({error})")
+            continue
+        if _PROBE in text.lower():
+            return content is not _PROBE
+        problems.append(f"leaves out a user's message that is {form}")
+    _logger.warning("chats may be refused or lose their text: the model's chat template %s, and %s", *problems)
+    return False
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:

@@ -27,6 +27,7 @@ from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids
 from tests.engine.reference import Reference
 from tests.engine.tiny_models import make_tiny_model
+from tests.text.tiny_tokenizer import PARTS_TEMPLATE
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["The capital of France is", "Water freezes at", "A week has"]
@@ -186,6 +187,14 @@ def test_a_message_may_have_parts_and_a_system_message_be_called_developer(llm: 
         for role in roles
     )
     assert system.prompt == developer.prompt
+
+
+def test_a_template_that_expects_parts_gets_them(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path, with_tokenizer=True)
+    (tmp_path / "chat_template.jinja").write_text(PARTS_TEMPLATE)
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    [result] = LLM(tmp_path, threads=1, num_blocks=8, max_model_len=64).chat(chat, GREEDY, progress=False)
+    assert result.prompt == "<system>be brief\n<user>hello\n<assistant>"
 
 
 @pytest.mark.parametrize(

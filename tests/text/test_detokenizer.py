@@ -279,6 +279,9 @@ def test_replacement_characters_that_are_tokens_are_text_like_any_other(num_word
         ([1, *(5 + byte for byte in "你".encode())], " world"),
         ([1, *(5 + byte for byte in "你".encode()[:2])], " world"),
         ([5 + ord("\n")], " world"),
+        ([4], " world"),  # the space that is dropped is the prompt's
+        ([4, *(5 + byte for byte in "\U0001f389".encode())], " world"),  # no token of it is text by itself
+        ([5 + byte for byte in ("你" * 20).encode()], " world"),
     ],
 )
 def test_the_space_before_the_first_word_is_dropped_only_at_the_beginning_of_a_text(

@@ -22,6 +22,12 @@ CHAT_TEMPLATE = (
     "<{{ message.role }}>{{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# Renders what CHAT_TEMPLATE does, and takes a content for a list of parts, as Llama Guard 3 1B's template does.
+PARTS_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def backend_tokenizer() -> BackendTokenizer:

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TypeAlias, cast
+from typing import cast
 
 import grpc
 import pytest
@@ -19,19 +18,16 @@ from kvrelay.core.errors import (
     UnknownModelError,
 )
 from kvrelay.core.generation.sampling_params import MAX_STOP_STRINGS, MAX_TOKEN_ENTRIES
-from kvrelay.core.rpc.calls import CallInterceptor
-from kvrelay.core.rpc.connections import channel_options, serve_insecure, server_options
 from kvrelay.core.rpc.errors import error_from_rpc
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS
-from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
+from kvrelay.v1 import common_pb2, router_pb2
 from router.edge.edge import Edge
 from router.edge.grpc_service import _OPTIONAL_SAMPLING_FIELDS, MAX_REQUEST_ID_CHARS, RouterService
 from router.edge.prompt_logprobs import MAX_ENTRIES
 from router.edge.validation import MAX_MESSAGES
 from tests.router.edge.edge_parts import MAX_MODEL_LEN, MODEL, ScriptedRelay, counted, make_edge
+from tests.router.edge.grpc_client import Stub, serving
 from tests.router.scripted_nodes import until
-
-Stub: TypeAlias = "router_pb2_grpc.RouterAsyncStub"
 
 REPLY = "Paris is the capital of France"
 WIZARD = router_pb2.ChatMessage(role="wizard", content="x")
@@ -47,16 +43,6 @@ def edge(relay: ScriptedRelay) -> Edge:
 async def stub(edge: Edge) -> AsyncIterator[Stub]:
     async with serving(RouterService(edge)) as stub:
         yield stub
-
-
-@asynccontextmanager
-async def serving(service: RouterService) -> AsyncIterator[Stub]:
-    server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())
-    router_pb2_grpc.add_RouterServicer_to_server(service, server)
-    port = await serve_insecure(server, "127.0.0.1", 0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
-        yield router_pb2_grpc.RouterStub(channel)  # type: ignore[misc]
-    await server.stop(None)
 
 
 def prompt(**fields: object) -> router_pb2.GenerateRequest:
