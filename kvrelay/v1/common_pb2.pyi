@@ -87,7 +87,7 @@ class SamplingParams(google.protobuf.message.Message):
     min_tokens: builtins.int
     """no stop token is sampled before this many output tokens"""
     temperature: builtins.float
-    """0 = greedy"""
+    """below 0.00001: greedy"""
     top_k: builtins.int
     """0 = off"""
     top_p: builtins.float

@@ -10,6 +10,7 @@ from kvrelay.core.errors import InvalidRequestError
 from kvrelay.core.generation.token_ids import check_token_ids
 
 MAX_N = 128
+_GREEDY_BELOW = 1e-5  # temperatures
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
@@ -32,9 +33,9 @@ class SamplingParams:
     """Sampling parameters of one request; `validate` names the first field that is wrong.
 
     Names and defaults follow the OpenAI API where it has the field and vLLM's extensions elsewhere. `top_k` 0 turns it
-    off; `temperature` 0 is greedy. `logprobs` k asks for the sampled token and the k most likely ones, from the
-    unmodified logits. Randomness is a pure function of (seed, choice index, position); with `seed` None the router
-    (or `LLM`) draws one.
+    off; a `temperature` below 0.00001 is greedy. `logprobs` k asks for the sampled token and the k most likely ones,
+    from the unmodified logits. Randomness is a pure function of (seed, choice index, position); with `seed` None the
+    router (or `LLM`) draws one.
 
     What clients may write in several ways has one form here. Numbers of other types, such as numpy's and `Fraction`,
     become Python's own. A `top_k` of -1 becomes 0, and a negative `seed` the unsigned number of the same 64 bits.
@@ -82,7 +83,9 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Tells whether the likeliest token is taken, of several the one of the lowest id. So low a temperature would
+        draw among exact ties only, which are common with bfloat16; vLLM, too, is greedy then."""
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

@@ -95,7 +95,7 @@ def _logprob_rows(rows: Sequence[SamplingRow]) -> tuple[int, ...]:
 def sampling_arrays(rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> dict[str, Array]:
     """Returns what the kernel reads for `rows`: an array for each field of `SamplingTensors`."""
     columns: dict[str, list[int] | list[float]] = {
-        "temperatures": [row.params.temperature for row in rows],
+        "temperatures": [0.0 if row.params.greedy else row.params.temperature for row in rows],
         "top_ks": [row.params.top_k for row in rows],
         "top_ps": [row.params.top_p for row in rows],
         "log_min_ps": [math.log(row.params.min_p) if row.params.min_p > 0.0 else -math.inf for row in rows],

@@ -22,18 +22,17 @@ from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.sampling.truncation import EXCLUDED, truncate
 
 _GROUP_SIZE = 128  # in tokens; with another size the same seed gives other tokens
-_MIN_TEMPERATURE = 1e-5  # below this every score but the largest is EXCLUDED anyway
 
 
 def choose(rows: Sequence[Tensor], params: Sequence[SamplingParams], draws: Sequence[Draw]) -> list[int]:
     """Returns a token id for each row of logits, `[vocab_size]` float32 on the CPU, of which none is a NaN and the
-    largest is finite. No row is written to."""
+    largest is finite. No row is written to, and none of `params` is greedy."""
     native = load_extension()
     if native is None:
         return choose_in_torch(rows, params, draws)
     return native.sample_tokens(
         list(rows),
-        [_temperature(one) for one in params],
+        [one.temperature for one in params],
         [one.top_k for one in params],
         [one.top_p for one in params],
         [one.min_p for one in params],
@@ -61,16 +60,12 @@ def choose_in_torch(rows: Sequence[Tensor], params: Sequence[SamplingParams], dr
     return token_ids
 
 
-def _temperature(params: SamplingParams) -> float:
-    return max(params.temperature, _MIN_TEMPERATURE)
-
-
 def _scores(logits: Tensor, params: SamplingParams) -> Tensor:
     """Applies temperature and limits. The largest score is 0, so that no temperature overflows; none is below
     EXCLUDED."""
     scores = logits - logits.max()
     if params.temperature != 1.0:
-        scores /= _temperature(params)
+        scores /= params.temperature
     return truncate(scores.clamp_(min=EXCLUDED), params)
 
 

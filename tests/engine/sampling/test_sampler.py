@@ -172,6 +172,9 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     greedy = SamplingParams(temperature=0.0)
     sampled = Sampler([EOS]).sample(logits, [make_row(greedy)] * 3)
     assert sampled == [SampledToken(0, None), SampledToken(40, None), SampledToken(299, None)]
+    for seed in range(20):  # a temperature that is all but 0 is meant to be 0
+        cold = SamplingParams(temperature=9e-6, top_p=0.5, min_p=0.5, seed=seed)
+        assert sample_one(logits[1], cold).token_id == 40
     biased = SamplingParams(temperature=0.0, logit_bias=((77, 2.0), (40, -0.5), (41, -0.5)))
     assert [token.token_id for token in Sampler([EOS]).sample(logits, [make_row(biased)] * 3)] == [77] * 3
 

@@ -97,6 +97,12 @@ def test_same_tokens(fields: dict[str, Any]) -> None:
     check(make_logits(2), [make_row(index, **fields) for index in range(2)])
 
 
+def test_all_but_no_temperature_takes_the_lowest_id_among_equals() -> None:
+    logits = make_logits(8)
+    logits[:, [77, 200]] = logits.max() + 1.0
+    check(logits, [make_row(index, temperature=9e-6) for index in range(8)])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "fields",
