@@ -80,7 +80,7 @@ class Engine:
         self._leases = Leases(pool, self._names, self._changes)
         self.costs = StepCosts()
         self._scheduler = Scheduler(config, pool, self._in_flight, self.costs, on_preempt=self._leases.restart)
-        self._sequences: dict[str, list[Sequence]] = {}
+        self._sequences: dict[str, list[Sequence]] = {}  # of each request, until all of them have ended
         self._num_arrived = 0
         self._num_steps = 0
         self._collected_at = 0.0
@@ -134,7 +134,8 @@ class Engine:
 
     def abort(self, request_id: str, *, distrust: bool = False) -> None:
         """Ends a request without further output, releases its blocks and ends its lease, if it has one. Idempotent.
-        With `distrust`, nobody finds these blocks any more, whose KV may be wrong, nor what is computed behind them."""
+        With `distrust`, nobody finds these blocks any more, whose KV may be wrong, nor those of its outputs that have
+        ended, nor what is computed behind them."""
         sequences = self._sequences.pop(request_id, [])
         if distrust:
             self.pool.distrust(name for sequence in sequences for name in sequence.names())
@@ -151,7 +152,7 @@ class Engine:
         """Ends one output, of which a token was sampled here, with the reason ABORT. The request's other outputs go on.
         Ignored if it has ended."""
         for sequence in self._sequences.get(request_id, ()):
-            if sequence.index == index and sequence.has_new_tokens:
+            if sequence.index == index and sequence.has_new_tokens and sequence.state is not SequenceState.FINISHED:
                 output = TokenOutput(index, (), finish_reason=FinishReason.ABORT)
                 self._changes.outputs.append(SequenceOutput(request_id, output))
                 self._finish(sequence)
@@ -338,9 +339,7 @@ class Engine:
     def _finish(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         request_id = sequence.request.request_id
-        siblings = self._sequences[request_id]
-        siblings.remove(sequence)
-        if not siblings:
+        if all(sibling.state is SequenceState.FINISHED for sibling in self._sequences[request_id]):
             del self._sequences[request_id]
 
     def _fail(self, sequences: SequenceOf[Sequence], error: KVRelayError) -> None:

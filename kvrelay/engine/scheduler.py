@@ -19,6 +19,7 @@ from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.block_shortage import BlockShortage, find_shortage
+from kvrelay.engine.claims import Claims, count_claims
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.plan_entry import plan_entry
@@ -100,19 +101,24 @@ class Scheduler:
         """Reserves the blocks of sequences whose KV will arrive from outside, in order, until there is no room. Returns
         those that got theirs. A waiting sequence that lacks room gets it before any that comes after it, and the first
         one, which may wait for a step alone, keeps its room."""
-        admitted = []
-        lacking = next((sequence for sequence in self.waiting if sequence.lacks_room), None) if self.reserving else None
+        admitted: list[Sequence] = []
+        if not self.reserving:
+            return admitted
+        lacking = next((sequence for sequence in self.waiting if sequence.lacks_room), None)
+        claims = self._claims()
         while self.reserving:
             sequence = self.reserving.peek()
             if lacking is not None and lacking.order < sequence.order:
                 break
             first = self.waiting.peek() if self.waiting and not self._reserves_first() else None
-            if not self._has_place_for(sequence, beside=first) or not self._take_given_blocks(sequence, beside=first):
+            has_place = self._has_place_for(sequence, claims, beside=first)
+            if not has_place or not self._take_given_blocks(sequence, claims, beside=first):
                 sequence.lacks_room = True
                 break
             self.reserving.pop()
             sequence.state = SequenceState.RECEIVING
             self.receiving.append(sequence)
+            claims.add_receiving(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -122,7 +128,9 @@ class Scheduler:
             return 0
         heads = [queue.peek() for queue in (self.waiting, self.reserving) if queue]
         first = min(heads, key=lambda sequence: sequence.order, default=None)
-        return first.arrival if first is not None and first.lacks_room and self._has_place_for(first) else 0
+        if first is None or not first.lacks_room:
+            return 0
+        return first.arrival if self._has_place_for(first, self._claims()) else 0
 
     def received(self, sequence: Sequence) -> None:
         """Moves a receiving sequence to the running ones: no more KV will arrive, and it computes what is missing."""
@@ -216,16 +224,20 @@ class Scheduler:
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its
         blocks lacks room, and gets it before any that comes after it."""
+        if not self.waiting:
+            return
+        claims = self._claims()
         while self.waiting and budget > 0:
             sequence = self.waiting.peek()
             if self._reserves_first():
                 break
-            if not self._has_room_for(sequence):
+            if not self._has_room_for(sequence, claims):
                 sequence.lacks_room = True
                 break
             count = self._begin(sequence, budget, copies)
             self.waiting.pop()
             self.run(sequence)
+            claims.add_running(sequence, self._pool)
             chosen.append((sequence, count))
             budget -= count
 
@@ -234,15 +246,18 @@ class Scheduler:
         it, but prompts before it then leave it some, and those that come later may reserve what it does not need."""
         if self.waiting and self.waiting.peek().lacks_room and not self._reserves_first():
             first = self.waiting.peek()
-            first.lacks_room = not self._has_room_for(first)
+            first.lacks_room = not self._has_room_for(first, self._claims())
 
     def _reserves_first(self) -> bool:
         """Tells whether a sequence that is still to reserve its blocks comes before the first waiting one."""
         return bool(self.reserving) and self.reserving.peek().order < self.waiting.peek().order
 
-    def _has_room_for(self, sequence: Sequence) -> bool:
+    def _claims(self) -> Claims:
+        return count_claims(self.running, self.receiving, self._pool)
+
+    def _has_room_for(self, sequence: Sequence, claims: Claims) -> bool:
         """Tells whether a waiting sequence could begin."""
-        return self._has_place_for(sequence) and self._has_blocks_for(sequence, num_kept=self._num_kept_blocks())
+        return self._has_place_for(sequence, claims) and self._has_blocks_for(sequence, num_kept=claims.num_blocks)
 
     def _begin(self, sequence: Sequence, budget: int, copies: list[tuple[int, int]]) -> int:
         """Gives a waiting sequence, for which there is room, the blocks for its first tokens. Returns how many tokens
@@ -262,24 +277,9 @@ class Scheduler:
         self._shortage = find_shortage(sequence, self._pool, num_kept=num_kept)
         return self._shortage is None
 
-    def _num_kept_blocks(self) -> int:
-        """Counts the blocks that later chunks of the running prompts need. If others took them, one of these would be
-        preempted."""
-        return sum(self._num_blocks_to_come(other) for other in self.running if other.num_missing_tokens > 1)
-
-    def _num_blocks_to_come(self, sequence: Sequence) -> int:
-        """Counts the blocks that a running sequence still takes for the tokens that it has: those that its table lacks,
-        and a copy of the one that it writes to next, if that is shared. No later one is."""
-        size, table = self.config.block_size, sequence.block_table
-        num_blocks = num_blocks_for(sequence.num_expected_tokens, size)
-        index = sequence.next_position // size
-        copies = index < min(num_blocks, len(table)) and self._pool.ref_count(table[index]) > 1
-        return max(0, num_blocks - len(table)) + copies
-
-    def _has_place_for(self, sequence: Sequence, *, beside: Sequence | None = None) -> bool:
-        used = sum(other.width for other in self.running) + sum(other.width for other in self.receiving)
+    def _has_place_for(self, sequence: Sequence, claims: Claims, *, beside: Sequence | None = None) -> bool:
         kept = 0 if beside is None else beside.width
-        return used + kept + sequence.width <= self.config.max_num_seqs
+        return claims.num_places + kept + sequence.width <= self.config.max_num_seqs
 
     def _grow_or_preempt(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> bool:
         """Makes room for `count` more tokens, preempting running sequences from the last one on if necessary. Returns
@@ -345,12 +345,12 @@ class Scheduler:
         most = sequence.num_cached_tokens if sequence.was_preempted else sequence.num_computed_tokens
         sequence.num_cached_tokens = min(most, sequence.num_computed_tokens)
 
-    def _take_given_blocks(self, sequence: Sequence, *, beside: Sequence | None) -> bool:
+    def _take_given_blocks(self, sequence: Sequence, claims: Claims, *, beside: Sequence | None) -> bool:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
         too few for a queued sequence `beside` it, or for the later chunks of running prompts, which would be
         preempted."""
         kept = 0 if beside is None else num_blocks_for(beside.num_tokens, self.config.block_size)
-        if not self._has_blocks_for(sequence, num_kept=self._num_kept_blocks() + kept):
+        if not self._has_blocks_for(sequence, num_kept=claims.num_blocks + kept):
             return False
         self._take_cached_blocks(sequence)
         num_blocks = num_blocks_for(sequence.num_given_tokens, self.config.block_size)

@@ -99,6 +99,7 @@ def test_an_output_of_which_no_more_is_needed_ends_and_the_others_go_on(run_ahea
         ("a", 1): FinishReason.ABORT,
         ("a", 2): FinishReason.LENGTH,
     }
+    assert harness.finish_order == 3 * ["a"], "each ends once"
     for index, length in enumerate((10, 3, 10)):
         assert harness.tokens["a", index] == expected_output(prompt, 10, choice_index=index)[:length]
     under_way = int(run_ahead)  # of the output that has ended

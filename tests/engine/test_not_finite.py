@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.generation.outputs import FinishReason
+from kvrelay.core.kv.block_hash import BlockHash, block_hashes
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
 from kvrelay.engine.request import KVRole
 from kvrelay.engine.runner import LaunchedStep
-from kvrelay.engine.sampling.sampler import NO_TOKEN
+from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken
 from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.finished_step import FinishedStep
-from tests.engine.harness import BLOCK_SIZE, Harness, move, produce, prompt_of, request
+from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, move, produce, prompt_of, request
 
 PROMPT = prompt_of(4 * BLOCK_SIZE + 3)
 CHUNK = 2 * BLOCK_SIZE
@@ -56,6 +57,19 @@ class UnsureRunner(FakeRunner):
             if result.prompt_logprobs is not None and 0 < entry.start < CHUNK + BLOCK_SIZE:
                 result.prompt_logprobs.logprobs[3] = math.nan
         return FinishedStep(output)
+
+
+class SlowRunner(FakeRunner):
+    """A runner whose fault shows only in the logits of output 0, after 20 tokens."""
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        output = super().launch(plan).collect()
+        results = list(map(self._with_fault, plan.scheduled, output.results))
+        return FinishedStep(ModelRunnerOutput(tuple(results)))
+
+    def _with_fault(self, entry: ScheduledSequence, result: SequenceResult) -> SequenceResult:
+        shows = any(row.choice_index == 0 and row.num_output_tokens == 20 for row in entry.rows)
+        return replace(result, sampled=(SampledToken(NO_TOKEN, None),)) if shows else result
 
 
 def failed(harness: Harness) -> list[str]:
@@ -180,6 +194,25 @@ def test_what_a_preempted_request_has_left_is_not_found_either() -> None:
     assert named and harness.engine.pool.lookup(named)
     harness.engine.abort("preempted", distrust=True)
     assert not harness.engine.pool.lookup(named)
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("length", [BLOCK_SIZE - 3, BLOCK_SIZE + 5])
+def test_what_an_output_that_has_ended_has_left_is_not_found_either(length: int, run_ahead: bool) -> None:
+    """It has read the same KV of the prompt. If that fills no block, nothing else says that the two belong together."""
+    prompt = prompt_of(length)
+    other = expected_output(prompt, 18, choice_index=1)
+    harness = Harness(run_ahead=run_ahead, wrap=lambda runner: SlowRunner(64, BLOCK_SIZE), eos=other[-1:])
+    harness.engine.add(request("bad", prompt, 40, n=2))
+    harness.run()
+    assert harness.finished == {("bad", 1): FinishReason.STOP}
+    assert failed(harness) == ["bad"]
+    names = block_hashes(NAMESPACE.root(cache_salt=b""), prompt + other, BLOCK_SIZE)
+    assert {name for result in harness.results for name in result.distrusted} >= set(names)
+    harness.engine.add(request("good", prompt + other))
+    harness.run()
+    assert harness.cached_tokens("good") == 0
     harness.engine.check_idle()
 
 

@@ -1,5 +1,5 @@
-"""A program that has chosen where torch makes its tensors, or its current GPU: `LLM` works as in any other, and the
-choice stays."""
+"""A program that has chosen where torch makes its tensors, its current GPU, or autocast: `LLM` works as in any other,
+and the choice stays."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,3 +99,22 @@ def test_a_default_dtype_is_not_used(dtype: torch.dtype) -> None:
         assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"attention_backend": "reference"}])
+def test_autocast_is_not_used(options: dict[str, Any]) -> None:
+    """It would mix dtypes, or round elsewhere, and blocks that are computed so would be found under the same names."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
+    prompts: list[str | list[int]] = ["The capital of France is", [5, 6, 7] * 20]
+
+    def outputs(llm: LLM) -> list[object]:
+        results = llm.generate(prompts, sampling, progress=False)
+        return [(result.prompt_logprobs, result.outputs) for result in results]
+
+    before = LLM(DEMO_MODEL, threads=1, num_blocks=64, **options)
+    expected = outputs(before)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert outputs(before) == expected
+        assert outputs(LLM(DEMO_MODEL, threads=1, num_blocks=64, **options)) == expected
+        assert torch.is_autocast_enabled("cpu")
+    assert outputs(before) == expected

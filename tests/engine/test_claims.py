@@ -1,0 +1,63 @@
+"""Bursts of requests, of which each one takes what those before it have left. To admit them takes work that grows with
+their number, not with its square."""
+
+import pytest
+
+from kvrelay.engine.request import KVRole
+from kvrelay.engine.sequence import Sequence
+from tests.engine.harness import Harness, prompt_of, request
+
+READ = ("width", "num_missing_tokens", "num_expected_tokens", "next_position")  # by whoever visits a sequence
+
+
+def _end(harness: Harness, num_requests: int) -> None:
+    for number in range(num_requests):
+        harness.engine.abort(str(number))
+    for result in harness.results:
+        for reservation in result.reservations:
+            harness.engine.unpin([block.block_id for block in reservation.missing])
+    harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.CONSUME])
+def test_those_admitted_in_one_step_do_not_take_each_others_places(role: KVRole) -> None:
+    harness = Harness(max_num_seqs=5)
+    for number in range(4):
+        harness.engine.add(request(str(number), prompt_of(10, number), 4, role=role, n=2))
+    harness.step()
+    assert harness.engine.load().num_requests_waiting == 2
+    _end(harness, 4)
+
+
+def _num_reads(monkeypatch: pytest.MonkeyPatch, num_requests: int, role: KVRole) -> int:
+    """Counts how often the first step reads what a sequence has or needs, when that many short requests come."""
+    harness = Harness(num_blocks=256, max_num_seqs=128, max_num_batched_tokens=1024)
+    for number in range(num_requests):
+        harness.engine.add(request(str(number), prompt_of(6, number), 4, role=role))
+    num_reads = 0
+
+    def counted(getter: property) -> property:
+        def read(sequence: Sequence) -> object:
+            nonlocal num_reads
+            num_reads += 1
+            return getter.__get__(sequence)
+
+        return property(read)
+
+    with monkeypatch.context() as patched:
+        for name in READ:
+            patched.setattr(Sequence, name, counted(vars(Sequence)[name]))
+        harness.step()
+    assert harness.engine.load().num_requests_running == num_requests, "all in one step"
+    _end(harness, num_requests)
+    assert num_reads >= num_requests
+    return num_reads
+
+
+@pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.CONSUME])
+def test_four_times_as_many_requests_take_at_most_four_times_the_work(
+    monkeypatch: pytest.MonkeyPatch, role: KVRole
+) -> None:
+    """Else a thousand short prompts, or prompts that are cached, would stop the engine's thread for seconds, and all
+    that decode would wait."""
+    assert _num_reads(monkeypatch, 128, role) <= 4 * _num_reads(monkeypatch, 32, role)
