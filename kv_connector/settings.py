@@ -19,8 +19,8 @@ class SharedMemorySettings:
 class RedisSettings:
     """Settings of `redis`. `url`: redis://, rediss:// (TLS) or unix://; it may hold a password and is kept out of repr
     and logs. `ttl_seconds`: how long a block stays after it was last published. `batch_bytes`: payload in flight per
-    round trip. `operation_timeout_seconds`: limit for one round trip. `key_prefix`: keys are `<prefix>:<block hash in
-    hex>`. `max_connections`: to the server at a time; further exchanges wait for one."""
+    round trip. `operation_timeout_seconds`: limit for one round trip, from when it has a connection. `key_prefix`: keys
+    are `<prefix>:<block hash in hex>`. `max_connections`: to the server at a time; further exchanges wait for one."""
 
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     ttl_seconds: int = 3600

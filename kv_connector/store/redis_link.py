@@ -2,15 +2,19 @@
 
 Of the two breakers, `server` is for one that cannot be reached or does not answer, `writes` for one that answers but
 refuses to write.
-Invariant: no exchange takes longer than its deadline, and none begins while `server` is open.
+Invariant: no exchange takes longer than its deadline, and none begins while `server` is open. Those under way are never
+more than the connections that there may be, so none waits for a connection while its round trip is timed.
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse, RedisError
@@ -21,6 +25,10 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import ConfigurationError
 
 _MIN_CONCLUSIVE_TIMEOUT = 0.25  # seconds; running out of less time than that says nothing about the server
+
+# What keeps a connection open where idle ones are forgotten on the way, and closes one whose other end is gone within
+# half a minute. A system may lack some of these names.
+_KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 class CircuitOpenError(Exception):
@@ -50,41 +58,85 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
+class _Connections(BlockingConnectionPool):
+    """A pool of connections that can all be made anew."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Takes what redis-py's pool does. Raises what that raises."""
+        super().__init__(**kwargs)
+        self._era = 0
+        self._eras: WeakKeyDictionary[AbstractConnection, int] = WeakKeyDictionary()  # in which they were opened
+
+    def renew(self) -> None:
+        """Has every connection that is open by now, in use or not, closed and opened again before its next use."""
+        self._era += 1
+
+    async def ensure_connection(self, connection: AbstractConnection) -> None:
+        """Opens a connection that redis-py has just taken from the pool, unless it is open and works."""
+        if self._eras.setdefault(connection, self._era) != self._era:
+            await connection.disconnect(nowait=True)  # the other end may be silent
+            self._eras[connection] = self._era
+        await super().ensure_connection(connection)
+
+
 class RedisLink:
-    """A connection, which is made at the first command."""
+    """Connections, which are made when they are needed."""
 
     def __init__(self, settings: RedisSettings, clock: Clock) -> None:
         """Raises ConfigurationError for a URL that is not valid."""
-        self.client = _client(settings)
+        self._connections = _connections(settings)
+        self.client = Redis.from_pool(self._connections)
         self.server = CircuitBreaker("Redis", clock)
         self.writes = CircuitBreaker("storing in Redis", clock, threshold=1)
         self._timeout = settings.operation_timeout_seconds
+        self._turns = asyncio.Semaphore(self._connections.max_connections)  # which the URL may set
+        self._num_succeeded = 0
         self._closed = False
-        self._is_demoted = False
 
-    def demoted(self) -> None:
-        """Notes that the server is a replica by now. Its name or address may be another's, to which only new
-        connections lead."""
-        self._is_demoted = True
+    def renew(self) -> None:
+        """Leaves the connections that there are. They may lead to a server that is not the one of this name any more,
+        or nowhere, where new ones reach it."""
+        self._connections.renew()
 
     @asynccontextmanager
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
-        """Gives the client for one round trip of at most `timeout` seconds. Raises one of UNREACHABLE."""
+        """Gives the client for one round trip as soon as a connection is free, for at most `timeout` seconds in all.
+        Raises one of UNREACHABLE."""
+        if not self.server.admits:
+            raise CircuitOpenError
+        now = asyncio.get_running_loop().time
+        deadline = None if timeout is None else now() + timeout
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise TimeoutError(f"all {self._connections.max_connections} connections were in use") from None
+        try:
+            async with self._round_trip(self._timeout if deadline is None else min(deadline - now(), self._timeout)):
+                yield self.client
+        finally:
+            self._turns.release()
+
+    @asynccontextmanager
+    async def _round_trip(self, seconds: float) -> AsyncIterator[None]:
+        """Limits a round trip to `seconds`, and tells the breaker how it ends. Raises one of UNREACHABLE."""
         permit = self.server.admit()
         if permit is None:
             raise CircuitOpenError
-        seconds = self._timeout if timeout is None else min(timeout, self._timeout)
+        succeeded_before = self._num_succeeded
         try:
             async with asyncio.timeout(seconds):
-                if self._is_demoted:
-                    self._is_demoted = False
-                    await self.client.connection_pool.disconnect(inuse_connections=False)
-                yield self.client
-        except UNREACHABLE as error:
-            if isinstance(error, TimeoutError) and seconds < min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout):
-                self.server.abandoned(permit)
-            else:
+                yield
+        except TimeoutError:
+            is_long = seconds >= min(_MIN_CONCLUSIVE_TIMEOUT, self._timeout)
+            if is_long and self._num_succeeded == succeeded_before:
                 self.server.failed(permit)
+                self.renew()  # all may have gone silent, as this one has
+            else:  # there was hardly any time, or the server works, as the others show, and only the way to it is slow
+                self.server.abandoned(permit)
+            raise
+        except UNREACHABLE:
+            self.server.failed(permit)
             raise
         except BaseException:
             self.server.abandoned(permit)
@@ -92,6 +144,7 @@ class RedisLink:
         finally:
             if self._closed:  # meanwhile, whereupon redis-py has connected again
                 await self.client.aclose()
+        self._num_succeeded += 1
         self.server.succeeded()
 
     async def close(self) -> None:
@@ -102,19 +155,21 @@ class RedisLink:
             await self.client.aclose()
 
 
-def _client(settings: RedisSettings) -> Redis:
-    """Returns the client. Raises ConfigurationError, which does not repeat the URL, since that may hold a password."""
+def _connections(settings: RedisSettings) -> _Connections:
+    """Returns the pool. Raises ConfigurationError, which does not repeat the URL, since that may hold a password."""
+    keepalive = {getattr(socket, name): value for name, value in _KEEPALIVE if hasattr(socket, name)}
+    of_tcp = {"socket_keepalive": True, "socket_keepalive_options": keepalive}
     try:
-        connections = BlockingConnectionPool.from_url(
+        connections = _Connections.from_url(
             settings.url,
             max_connections=settings.max_connections,
-            timeout=settings.operation_timeout_seconds,
             # None, because redis-py would wait with `asyncio.wait_for`, which before Python 3.12 sometimes loses a
             # cancellation, and with it one of our own deadlines. Every operation here has such a deadline.
             socket_timeout=None,
             socket_connect_timeout=settings.operation_timeout_seconds,
             retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
             protocol=2,  # RESP2, which proxies and Redis before version 6 speak as well; the URL may say otherwise
+            **({} if settings.url.startswith("unix:") else of_tcp),
         )
         # Opens nothing, but takes the URL's parameters or raises.
         connection = connections.connection_class(**connections.connection_kwargs)
@@ -124,4 +179,4 @@ def _client(settings: RedisSettings) -> Redis:
         ) from None
     if connection.encoder.decode_responses:
         raise ConfigurationError("--redis-url must not set decode_responses: blocks are bytes")
-    return Redis.from_pool(connections)
+    return connections

@@ -108,7 +108,7 @@ class RedisConnector:
     async def discard(self, names: Sequence[BlockHash]) -> None:
         if self._state is not None and names:
             async with self._writing:  # blocks that wait to be stored are retracted, and never sent
-                await self._remove(names, None, "that may be wrong")
+                await self._remove(names, "that may be wrong")
 
     async def finish_storing(self) -> None:
         if self._state is not None and self._state.backlog is not None:
@@ -132,7 +132,9 @@ class RedisConnector:
         except CircuitOpenError:
             self.stats.skipped += sum(block not in known for block in blocks)
         except UNREACHABLE as error:
-            _logger.warning("fetching from Redis failed: %s", described(error))
+            self._outages.failed("fetching from Redis", "fetching from Redis failed: %s", described(error))
+        else:
+            self._outages.succeeded("fetching from Redis")
         verdicts.found = [known.get(block, FetchOutcome.FAILED) for block in blocks]
         return verdicts.settle(None, self.stats, self._outages, block_bytes=block_bytes)
 
@@ -185,7 +187,9 @@ class RedisConnector:
             self.stats.skipped += len(claims) - held - lost
         except UNREACHABLE as error:
             self._failure = error
-            _logger.warning("publishing to Redis failed: %s", described(error))
+            self._outages.failed("publishing to Redis", "publishing to Redis failed: %s", described(error))
+        else:
+            self._outages.succeeded("publishing to Redis")
         self.stats.lost_unstored += lost
         self.stats.failed += len(claims) - held - lost
         return held
@@ -230,7 +234,7 @@ class RedisConnector:
             why = described(refused[0])
             _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
             if any(isinstance(answer, ReadOnlyError) for answer in refused):
-                self._link.demoted()
+                self._link.renew()
             self._link.writes.failed(permit)
         elif answers:
             self._link.writes.succeeded()
@@ -268,20 +272,36 @@ class RedisConnector:
         damaged = [
             block.block_hash for block, verdict in zip(blocks, verdicts, strict=True) if isinstance(verdict, Mismatch)
         ]
-        await self._remove(damaged, max(0.0, deadline - self._clock.now()), "that are damaged")
+        await self._remove(damaged, "that are damaged", deadline)
         return verdicts
 
-    async def _remove(self, names: Sequence[BlockHash], timeout: float | None, what: str) -> None:
+    async def _remove(self, names: Sequence[BlockHash], what: str, deadline: float | None = None) -> None:
         """Deletes values, whose names would otherwise count as held when a node publishes the blocks again. A name
         determines every field that is verified, so no node can use such a value. Two versions of kvrelay with one
-        Redis replace each other's values, which does no other harm."""
+        Redis replace each other's values, which does no other harm. `deadline`: when to stop, on our clock."""
         if not names:
             return
         try:
-            async with self._link.exchange(timeout) as client:
-                await answer_of(client.unlink(*map(self._key, names)))
+            answer = await self._unlink(names, deadline)
+            if isinstance(answer, ReadOnlyError):  # the primary may have this name by now
+                self._link.renew()
+                answer = await self._unlink(names, deadline)
+            failure = answer if isinstance(answer, Exception) else None
         except UNREACHABLE as error:
-            _logger.warning("%d values %s stay in Redis: %s", len(names), what, type(error).__name__)
+            failure = error
+        if failure is None:
+            self._outages.succeeded("deleting from Redis")
+        else:
+            message = "%d values %s stay in Redis: %s"
+            self._outages.failed("deleting from Redis", message, len(names), what, described(failure))
+
+    async def _unlink(self, names: Sequence[BlockHash], deadline: float | None) -> object:
+        """Returns the answer to one UNLINK, which is an error if Redis refuses it. Raises one of UNREACHABLE."""
+        timeout = None if deadline is None else max(0.0, deadline - self._clock.now())
+        async with self._link.exchange(timeout) as client, client.pipeline(transaction=False) as pipe:
+            pipe.unlink(*map(self._key, names))
+            answers: list[Any] = await answer_of(pipe.execute(raise_on_error=False))
+        return answers[0]
 
 
 def _value(state: _Open, claim: Claim) -> bytes | None:

@@ -84,11 +84,6 @@ class _Client:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def unlink(self, *keys: str) -> None:
-        await self._store.answers()
-        for key in keys:
-            self._store.values.pop(key, None)
-
     def pipeline(self, *, transaction: bool) -> "_Pipeline":
         assert not transaction
         return _Pipeline(self._store)
@@ -115,6 +110,9 @@ class _Pipeline:
 
     def expire(self, key: str, seconds: int) -> None:
         self._commands.append(lambda: self._store.expire(key, seconds))
+
+    def unlink(self, *keys: str) -> None:
+        self._commands.append(lambda: sum(self._store.values.pop(key, None) is not None for key in keys))
 
     def set(self, key: str, value: bytes, *, ex: int) -> None:
         self._commands.append(lambda: self._store.set(key, value, ex))

@@ -1,6 +1,7 @@
 """Which exchanges count against a Redis server, whatever the server says: none is connected here."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -59,3 +60,52 @@ async def test_a_fault_of_ours_during_an_exchange_is_not_taken_for_one_of_redis(
             await exchange(link, fault)
     await exchange(link)
     await link.close()
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_timeout_does_not_count_if_the_server_has_answered_another_exchange_meanwhile(
+    is_answered: bool,
+) -> None:
+    link = RedisLink(RedisSettings(), ManualClock())
+    over = asyncio.Event()
+
+    async def slow() -> None:
+        async with link.exchange():
+            await over.wait()
+            raise TimeoutError
+
+    if not is_answered:
+        await exchange(link)  # which was before
+    async with asyncio.timeout(10):
+        under_way = [asyncio.create_task(slow()) for _ in range(3)]
+        await asyncio.sleep(0)
+        if is_answered:
+            await exchange(link)
+        over.set()
+        ends = await asyncio.gather(*under_way, return_exceptions=True)
+    assert [type(end) for end in ends] == [TimeoutError] * 3
+    assert link.server.is_open is not is_answered
+
+
+@pytest.mark.parametrize("limit", ["", "?max_connections=1"])
+async def test_waiting_for_a_connection_of_our_own_says_nothing_of_the_server(limit: str) -> None:
+    settings = RedisSettings(f"redis://127.0.0.1:1{limit}", max_connections=8 if limit else 1)
+    link = RedisLink(replace(settings, operation_timeout_seconds=60.0), ManualClock())
+    async with link.exchange():
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="all 1 connections were in use"):
+                await exchange(link, timeout=0.3)
+    assert not link.server.is_open
+    await exchange(link)
+
+
+async def test_a_server_that_is_left_alone_is_not_waited_for() -> None:
+    link = RedisLink(RedisSettings(max_connections=1, operation_timeout_seconds=60.0), ManualClock())
+    async with link.exchange():
+        for _ in range(3):
+            permit = link.server.admit()
+            assert permit is not None
+            link.server.failed(permit)
+        async with asyncio.timeout(10):
+            with pytest.raises(CircuitOpenError):
+                await exchange(link)

@@ -150,26 +150,6 @@ async def test_blocks_that_are_lost_before_they_are_sent_say_nothing_of_the_serv
     await connector.close()
 
 
-async def test_deleting_a_bad_value_does_not_outlast_the_fetch(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fetch ends at its deadline even if Redis stops answering after it has sent the value."""
-    harness = RedisHarness(redis_server.url, "silent")
-    connector = RedisConnector(replace(harness.settings, operation_timeout_seconds=60.0))
-    peer = Node(connector, "node", 16, LAYOUT, 1)
-    (block,) = blocks(1)
-    with redis.Redis.from_url(redis_server.url) as client:
-        client.set(harness.key(block), b"garbage")
-
-    async def never(*keys: str) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(connector._link.client, "unlink", never)
-    async with asyncio.timeout(10.0):
-        assert await connector.fetch(NOWHERE, [block], timeout=0.3) == (FetchOutcome.REFUSED,)
-    await peer.connector.close()
-
-
 async def test_a_server_that_is_gone_fails_every_block(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     owner = node(RedisSettings(url=server.url))
