@@ -204,10 +204,11 @@ def _with_paths(command: Sequence[str], directory: Path) -> list[str]:
 def _run(command: Sequence[str]) -> str:
     """Runs a command, whose output is ours, and ends what it leaves behind. Returns what went wrong, or an empty
     string."""
+    before = descendants(os.getpid())
     try:
         return _status_of(command)
-    finally:
-        _kill(descendants(os.getpid())[1:])  # servers of a process that was killed, which `_adopt_orphans` gives us
+    finally:  # servers of a process that was killed, which `_adopt_orphans` gives us
+        _kill([one for one in descendants(os.getpid()) if one not in before])
 
 
 def _status_of(command: Sequence[str]) -> str:

@@ -48,10 +48,15 @@ class Result:
 
 def add_result(path: Path, result: Result) -> None:
     """Appends a result to a file of results, in place of a last line that is torn."""
-    with path.open("ab+") as file:
+    with path.open("a+", encoding="utf-8") as file:
         file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(asdict(result)).encode() + b"\n")
+        before = file.read()
+        last = before.rpartition("\n")[2]
+        if _is_torn(last):
+            file.truncate(len(before.removesuffix(last).encode()))
+        elif last:
+            file.write("\n")
+        file.write(json.dumps(asdict(result)) + "\n")
 
 
 def read_results(path: Path) -> dict[str, Result]:
@@ -59,8 +64,8 @@ def read_results(path: Path) -> dict[str, Result]:
     Raises OSError when the file cannot be read, and ValueError when it has something else."""
     found: dict[str, Result] = {}
     *lines, last = path.read_text(encoding="utf-8").split("\n")
-    if not last.startswith(_BEGINNING):
-        lines += [last] * bool(last)
+    if last and not _is_torn(last):
+        lines.append(last)
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
@@ -71,6 +76,17 @@ def read_results(path: Path) -> dict[str, Result]:
             raise ValueError(f"line {number} of {path} is no result of the suite") from error
         found[result.measurement] = result
     return found
+
+
+def _is_torn(line: str) -> bool:
+    """Tells whether a line is the beginning of a result, and not all of one."""
+    if not (_BEGINNING.startswith(line) or line.startswith(_BEGINNING)):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def verdict(target: Target, values: Sequence[float]) -> bool | None:

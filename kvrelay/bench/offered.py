@@ -23,8 +23,8 @@ class Offered:
     `rate` is the number of arrivals per second, as it was drawn or as it is in the trace: their gaps over the time from
     the first to the last. `asked_rate` is the one that was asked for, None for a trace. `num_unfinished` are those that
     had not ended when the last one arrived. `was_sustained` is False if the server fell behind: the last quarter of the
-    requests took more than twice as long as the first one, each from its time to its last piece, and longer by more
-    than a quarter of the time between them. Fewer than 16 that ended well do not show it.
+    requests took more than twice as long as the first one, each from its time to its last piece, per output token as
+    well, and longer by more than a quarter of the time between them. Fewer than 16 that ended well do not show it.
     """
 
     rate: float
@@ -61,4 +61,9 @@ def _fell_behind(arrived: Sequence[RequestRecord]) -> bool:
     first, last = arrived[:quarter], arrived[-quarter:]
     took_first, took_last = (fmean(one.arrivals[-1] - one.scheduled for one in part) for part in (first, last))
     passed = fmean(one.scheduled for one in last) - fmean(one.scheduled for one in first)
-    return took_last > _GREW * took_first and took_last - took_first > _GREW_PER_SECOND * passed
+    tokens_first, tokens_last = (fmean(one.num_output_tokens for one in part) for part in (first, last))
+    return (
+        took_last > _GREW * took_first
+        and took_last * tokens_first > _GREW * took_first * tokens_last  # longer outputs alone are no backlog
+        and took_last - took_first > _GREW_PER_SECOND * passed
+    )

@@ -307,10 +307,20 @@ def test_a_torn_line_is_no_result_and_gives_way_to_the_next(tmp_path: Path) -> N
     path = tmp_path / "suite.jsonl"
     add_result(path, result("router"))
     whole = path.read_bytes()
-    path.write_bytes(whole + whole[: len(whole) // 2])
+    for length in (1, 5, len(whole) // 2, len(whole) - 2):
+        path.write_bytes(whole + whole[:length])
+        assert read_results(path).keys() == {"router"}
+        add_result(path, result("connectors"))
+        assert read_results(path).keys() == {"router", "connectors"} and path.read_bytes().startswith(whole)
+
+
+def test_a_whole_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "suite.jsonl"
+    add_result(path, result("router"))
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
     assert read_results(path).keys() == {"router"}
     add_result(path, result("connectors"))
-    assert read_results(path).keys() == {"router", "connectors"} and path.read_bytes().startswith(whole)
+    assert read_results(path).keys() == {"router", "connectors"}
 
 
 def test_without_a_known_commit_nothing_is_reused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -330,7 +340,12 @@ def test_servers_of_a_process_that_was_killed_are_ended(tmp_path: Path) -> None:
         f"server = subprocess.Popen([sys.executable, '-c', {lasting!r}], process_group=0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    suite = f"from bench import cpu_suite; cpu_suite._adopt_orphans(); print(cpu_suite._run([{str(script)!r}]))"
+    suite = (
+        "import subprocess\nfrom bench import cpu_suite\ncpu_suite._adopt_orphans()\n"
+        "with subprocess.Popen(['cat'], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:\n"
+        f"    print(cpu_suite._run([{str(script)!r}]))\n"
+        "    print(other.communicate(b'goes on')[0])"
+    )
     # It waits until the server, too, has closed its output.
     done = subprocess.run([sys.executable, "-c", suite], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "its process ended with status -9" in done.stdout
+    assert "its process ended with status -9" in done.stdout and "goes on" in done.stdout

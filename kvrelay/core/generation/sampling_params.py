@@ -83,8 +83,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Tells whether the likeliest token is taken, of several the one of the lowest id. So low a temperature would
-        draw among exact ties only, which are common with bfloat16; vLLM, too, is greedy then."""
+        """Tells whether the likeliest token is taken, of several the one of the lowest id. Temperatures that are all
+        but 0 would draw among exact ties only, which are common with bfloat16: whoever writes them means 0."""
         return self.temperature < _GREEDY_BELOW
 
     @property
