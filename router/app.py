@@ -1,10 +1,12 @@
 """The router process: HTTP gateway and gRPC service over one relay, in one asyncio loop.
 
-Invariant: a stop takes bounded time; running requests either end within it or fail with UNAVAILABLE.
+Invariant: a stop takes bounded time; running requests either end within it, and clients have their answers, or fail
+with UNAVAILABLE.
 """
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -56,7 +58,7 @@ _logger = logging.getLogger(__name__)
 # Load balancers keep idle connections for a minute or less. If we closed one first, a request that is under way on it
 # would be lost, and they may not send it again.
 _IDLE_CONNECTION_SECONDS = 75
-_SHUTDOWN_GRACE_SECONDS = 1.0  # for sending their errors to requests that a stop has failed
+_LEAST_GRACE_SECONDS = 1.0  # for sending their errors to requests that a stop has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +97,35 @@ async def _run(settings: RouterSettings) -> None:
     signals = StopSignals(supervised=settings.supervised)
     stop = signals.stop
     async with serve(settings, stop, signals.hurry) as addresses:
-        name = served_model_name(settings)
-        announce_ready(role="router", http_address=addresses.http, grpc_address=addresses.grpc, model=name)
-        _logger.info("%s is served: HTTP on %s, gRPC on %s", name, addresses.http, addresses.grpc)
+        if not stop.is_set():
+            name = served_model_name(settings)
+            announce_ready(role="router", http_address=addresses.http, grpc_address=addresses.grpc, model=name)
+            _logger.info("%s is served: HTTP on %s, gRPC on %s", name, addresses.http, addresses.grpc)
         await stop.wait()
         _logger.info("stopping")
+
+
+class _Grace:
+    """For how long clients may take their answers at a stop, in which `hurry` is set to end that early."""
+
+    def __init__(self, hurry: asyncio.Event) -> None:
+        self.hurry = hurry
+        self._due = -math.inf
+
+    def begin(self, seconds: float) -> None:
+        self._due = asyncio.get_running_loop().time() + seconds
+
+    def left(self) -> float:
+        """Returns how many seconds are left. There is always time for errors, which are sent at once."""
+        left = self._due - asyncio.get_running_loop().time()
+        return _LEAST_GRACE_SECONDS if self.hurry.is_set() else max(_LEAST_GRACE_SECONDS, left)
 
 
 @asynccontextmanager
 async def serve(settings: RouterSettings, stop: asyncio.Event, hurry: asyncio.Event) -> AsyncIterator[ServedAddresses]:
     """Runs a whole router while the context is open. `stop` ends the wait for nodes early, and is set when the HTTP
-    server ends by itself; `hurry` ends the wait for running requests at the end. Raises ConfigurationError for settings
-    with which nothing can be served."""
+    server ends by itself; `hurry` ends the wait at the end, for running requests and for clients that take their
+    answers. Raises ConfigurationError for settings with which nothing can be served."""
     if not settings.decode_nodes:
         raise ConfigurationError("--decode-nodes is empty: without a decode node nothing can be served")
     check_port(settings.host, settings.port, flag="--port")  # before the nodes are waited for
@@ -131,12 +150,17 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, hurry: asyncio.Ev
         collectors.register(NodeMetrics(registry))
         ProcessCollector(registry=collectors)
         await _wait_for_nodes(settings, registry, stop)
-        async with _serve_grpc(settings, edge) as grpc_server, _serve_http(settings, edge, stop) as http_port:
+        grace = _Grace(hurry)
+        async with (
+            _serve_grpc(settings, edge, grace) as grpc_server,
+            _serve_http(settings, edge, stop, grace) as http_port,
+        ):
             async with _reporting(grpc_server.health, registry):
                 yield ServedAddresses(
                     http=address_of(settings.host, http_port), grpc=address_of(settings.host, grpc_server.port)
                 )
             # Here, where clients can still be answered.
+            grace.begin(settings.stop_timeout)
             await first_of(relay.close(timeout=settings.stop_timeout), hurry.wait())
             await relay.close(timeout=0)
     finally:
@@ -176,7 +200,7 @@ async def _wait_for_nodes(settings: RouterSettings, registry: Registry, stop: as
 
 
 @asynccontextmanager
-async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_GrpcServer]:
+async def _serve_grpc(settings: RouterSettings, edge: Edge, grace: _Grace) -> AsyncIterator[_GrpcServer]:
     # A message that is parsed may take thirty times its bytes, and the loop waits for it.
     options = server_options(max_request_bytes=settings.max_body_bytes)
     server = grpc.aio.server(interceptors=[CallInterceptor()], options=options)
@@ -187,7 +211,9 @@ async def _serve_grpc(settings: RouterSettings, edge: Edge) -> AsyncIterator[_Gr
     try:
         yield _GrpcServer(port, servicer)
     finally:
-        await server.stop(_SHUTDOWN_GRACE_SECONDS)
+        servicer.close()
+        await first_of(server.stop(grace.left()), grace.hurry.wait())
+        await server.stop(grace.left())  # returns at once if the server has stopped
 
 
 @asynccontextmanager
@@ -213,11 +239,13 @@ async def _reporting(servicer: HealthService, registry: Registry) -> AsyncIterat
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn as a library: it leaves signals to our process, and sets `started_event` when it listens."""
+    """uvicorn as a library: it leaves signals to our process, sets `started_event` when it listens, and waits for
+    clients that take their answers as long as `grace` says."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, grace: _Grace) -> None:
         super().__init__(config)
         self.started_event = asyncio.Event()
+        self._grace = grace
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -227,9 +255,16 @@ class _HttpServer(uvicorn.Server):
         await super().startup(sockets)
         self.started_event.set()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.timeout_graceful_shutdown = math.ceil(self._grace.left())
+        await first_of(super().shutdown(sockets), self._grace.hurry.wait())
+        if self._grace.hurry.is_set():
+            self.config.timeout_graceful_shutdown = math.ceil(self._grace.left())
+            await super().shutdown(sockets)
+
 
 @asynccontextmanager
-async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event) -> AsyncIterator[int]:
+async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event, grace: _Grace) -> AsyncIterator[int]:
     """Serves HTTP while the context is open, and yields the port. Sets `stop` when the server ends for any reason."""
     listener = listen(settings.host, settings.port)
     port: int = listener.getsockname()[1]
@@ -239,7 +274,7 @@ async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event)
         max_body_bytes=settings.max_body_bytes,
         allowed_origins=settings.allowed_origins,
     )
-    server = _HttpServer(http_config(app))
+    server = _HttpServer(http_config(app), grace)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     task.add_done_callback(lambda _: stop.set())
     started = asyncio.create_task(server.started_event.wait())
@@ -263,7 +298,7 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
-        timeout_graceful_shutdown=round(_SHUTDOWN_GRACE_SECONDS),
+        timeout_graceful_shutdown=math.ceil(_LEAST_GRACE_SECONDS),
     )
 
 

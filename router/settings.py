@@ -1,12 +1,13 @@
 """Settings of the router process."""
 
 import re
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg
 
-from kvrelay.core.config.option_types import HostPort, Timeout
+from kvrelay.core.config.option_types import Host, HostPort, Timeout
 from kvrelay.core.config.settings import ProcessSettings
 from kvrelay.core.process.logs import LogLevel
 
@@ -29,7 +30,7 @@ class RouterOptions(ProcessSettings):
     served_model_name: Annotated[str, AfterValidator(_is_name)] | None = Field(
         default=None, description="What clients call the model; unset: MODEL as given."
     )
-    host: str = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
+    host: Host = Field(default="127.0.0.1", description="Address that clients reach; 0.0.0.0 for other machines.")
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     grpc_port: int = Field(default=8001, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = Field(
@@ -124,6 +125,14 @@ class RouterSettings(RouterOptions):
     stop_timeout: float = Field(
         default=5.0,
         ge=0,
-        description="Seconds that running requests get to finish on a stop; a second signal cuts this short.",
+        description="Seconds that running requests get to finish on a stop, and clients to take their answers; a "
+        "second signal cuts this short.",
     )
     supervised: bool = Field(default=False, description="Exit when standard input closes (used by kvrelay serve).")
+
+    @model_validator(mode="after")
+    def _addresses_differ(self) -> Self:
+        counts = Counter((*self.prefill_nodes, *self.decode_nodes))
+        if repeated := [address for address, count in counts.items() if count > 1]:
+            raise ValueError(f"listed twice among --prefill-nodes and --decode-nodes: {', '.join(repeated)}")
+        return self

@@ -19,7 +19,7 @@ from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.generation.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from kvrelay.core.process.terminal import printable, replace_what_it_lacks
 from kvrelay.core.rpc.connections import WITHOUT_PROXY
-from kvrelay.core.rpc.errors import DETAILS_KEY
+from kvrelay.core.rpc.errors import DETAILS_KEY, stranger
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 ROUTER_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -235,10 +235,8 @@ def _sentence(error: grpc.RpcError, settings: ClientSettings) -> str:
         return details or code.name  # the router's own words, which may be about connections, too
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"{url} has not answered within {settings.timeout:g} seconds; wait longer with --timeout."
-    if code is grpc.StatusCode.UNAVAILABLE and "http1" in details:
-        return f"what answers at {url} speaks HTTP; give the router's gRPC address with --url (port 8001 by default)."
+    if found := stranger(code, details, "router"):
+        return f"what answers at {url} {found}; give the router's gRPC address with --url (port 8001 by default)."
     if code is grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in ("connect", "resolv")):
         return f"no router answers at {url}. Start one with `kvrelay serve MODEL`, or give its gRPC address with --url."
-    if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
-        return f"what answers at {url} is no router; give a router's gRPC address with --url. ({details or code.name})"
     return details or code.name

@@ -8,7 +8,6 @@ start, with an error that names a remedy; a store is the exception, because it m
 password.
 """
 
-import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from kv_connector.registry import BACKENDS
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv.connectors import AUTO, parse_connectors
+from kvrelay.core.process.listening import is_loopback, numeric_address
+from kvrelay.node.settings import NodeSettings
 
 CheckConnector = Callable[[str], Awaitable[SelfTestReport]]
 
@@ -76,12 +77,20 @@ async def choose_working(
             broken[name] = report.problem
 
 
-def is_loopback(host: str) -> bool:
-    """Tells whether only this host reaches `host`, an address or a name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def log_choice(choice: ConnectorChoice, settings: NodeSettings) -> None:
+    """Logs the connectors and the reason and, of Redis, which one, since nodes have to share it. Warns if it is that of
+    this machine only because nobody has said which, and nodes of others have theirs."""
+    store = ""
+    if "redis" in choice.names:
+        from kv_connector.store.redis_address import redis_address
+
+        store = f"; the store is at {redis_address(settings.redis_url.get_secret_value())}"
+    _logger.info("connector %s: %s%s", ",".join(choice.names), choice.reason, store)
+    if store and "redis_url" not in settings.model_fields_set and not is_loopback(numeric_address(settings.host)):
+        _logger.warning(
+            "KVRELAY_REDIS_URL is not set: this node has the Redis of its own machine, in which nodes of other "
+            "machines neither find blocks nor leave any; set it to the same URL for all nodes"
+        )
 
 
 def _working(names: tuple[str, ...], broken: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import uvloop
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.process.lifecycle import StopSignals, announce_ready
-from kvrelay.core.process.listening import address_of, check_port
+from kvrelay.core.process.listening import address_of, check_port, is_loopback, numeric_address
 from kvrelay.core.process.logs import configure_logging
 from kvrelay.core.tasks import first_of
 from kvrelay.node.node import Node
@@ -62,6 +62,9 @@ async def _run(settings: NodeSettings, service: type[Service], end_soon: Callabl
 async def _serve(settings: NodeSettings, service: type[Service]) -> int:
     signals = StopSignals(supervised=settings.supervised)
     check_port(settings.host, settings.port, flag="--port")  # before the model is loaded, which may take minutes
+    numeric = numeric_address(settings.host)
+    if is_loopback(numeric) and not is_loopback(settings.host):
+        _logger.warning("--host: `%s` is a loopback address here: only this machine reaches it", settings.host)
     node = await _build_unless_stopped(settings, service.role, signals.stop)
     server = NodeServer(node, service(node))
     crashed = False
@@ -72,7 +75,8 @@ async def _serve(settings: NodeSettings, service: type[Service]) -> int:
         if not signals.stop.is_set():
             pool = {"num_host_blocks": node.num_host_blocks} if node.num_host_blocks else {}
             announce_ready(role=service.role.value, address=address, node_id=node.identity.node_id, **pool)
-            _logger.info("%s is ready on %s", node.identity.node_id, address)
+            known_by = "" if numeric == settings.host else f" ({numeric})"
+            _logger.info("%s is ready on %s%s", node.identity.node_id, address, known_by)
         crashed = await first_of(signals.stop.wait(), node.crashed.wait()) == 1
         if not crashed:
             _logger.info("draining for at most %g s", settings.drain_timeout)

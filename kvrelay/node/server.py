@@ -15,7 +15,6 @@ import grpc
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.rpc.calls import CallInterceptor
 from kvrelay.core.rpc.connections import (
-    KEEPALIVE_TIMEOUT_MS,
     WHOLE_SERVER,
     add_health_and_reflection,
     serve_insecure,
@@ -29,6 +28,9 @@ from kvrelay.v1 import node_pb2_grpc
 
 _logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 2.0
+# How long a router may answer nothing. One that is gone keeps blocks here which others wait for; one that is stopped
+# (SIGSTOP) would have to place its requests again.
+ROUTER_SILENCE_MS = 15_000
 _NODE_SERVICE = "kvrelay.v1.Node"
 
 
@@ -57,8 +59,7 @@ class NodeServer:
     def __init__(self, node: Node, service: Service) -> None:
         self._node = node
         self._service = service
-        # Soon, since a router that is gone keeps blocks here which others wait for.
-        options = server_options(ping_timeout_ms=KEEPALIVE_TIMEOUT_MS)
+        options = server_options(keepalive_timeout_ms=ROUTER_SILENCE_MS, ping_timeout_ms=ROUTER_SILENCE_MS)
         self._server = grpc.aio.server(interceptors=[CallInterceptor()], options=options)
         service.attach(self._server)
         node_pb2_grpc.add_NodeServicer_to_server(NodeService(node, service.role), self._server)

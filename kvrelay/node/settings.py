@@ -13,6 +13,7 @@ from kvrelay.core.config.option_types import (
     DeviceName,
     DTypeName,
     FileDescriptor,
+    Host,
     KVCacheDType,
     MemoryShare,
     NodesPerDevice,
@@ -68,7 +69,8 @@ class NodeOptions(ProcessSettings):
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
         "order, such as ucx,redis: each is asked for what those before it cannot provide, redis after every node that "
         "has it. auto: shared_memory on loopback (and so with kvrelay serve); otherwise shared_memory,ucx if ucxx is "
-        "installed and there is a cluster secret, else redis; never one that fails its self-test at the start.",
+        "installed and there is a cluster secret, else redis. One that fails its self-test at the start is not used; a "
+        "Redis that cannot be reached is, once it can.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
@@ -149,7 +151,7 @@ class NodeSettings(NodeOptions):
     """Settings of a node of either role."""
 
     model: CliPositionalArg[str] = Field(default="", description="Hugging Face model directory (or cached hub name).")
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    host: Host = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     node_id: str = Field(default="", description="Name of this node in logs and metrics; empty: a random one.")
     threads: Threads = Field(

@@ -21,11 +21,13 @@ from kvrelay.core.model.directory import resolve_model_directory
 from kvrelay.core.model.vocabulary import vocabulary_digest
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.process.core_table import CoreShare, CoreTable
+from kvrelay.core.process.listening import is_loopback, numeric_address
+from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, default_threads, planned_device, prepare_engine
 from kvrelay.node.block_copy import choose_copy
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, is_loopback
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, log_choice
 from kvrelay.node.device_transfer import choose_direct
 from kvrelay.node.node import Node, NodeIdentity
 from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
@@ -41,19 +43,29 @@ _LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback sends no KV o
 
 async def build_node(settings: NodeSettings, role: NodeRole) -> Node:
     """Loads the model and returns a node around it. Called on the node's loop, before the node serves. If it is
-    cancelled, it closes what it has opened, but its thread goes on loading. Raises ModelLoadError or
-    ConfigurationError."""
+    cancelled, it closes what it has opened, but its thread goes on loading, or building over a pool that peers do not
+    find any more. Raises ModelLoadError or ConfigurationError."""
     options = _engine_options(settings)
     device = await asyncio.to_thread(planned_device, options)
     prefill_rate = PrefillRate()
     transfers = await _transfers(settings, device, prefill_rate)
+    # A thread that ends. Torch's OpenMP keeps helper threads for every thread that has computed in parallel, and
+    # libgomp counts them: if there are more than cores, the helpers of an engine that multiplies with torch sleep at
+    # each barrier of a step instead of spinning.
+    loading = ThreadPoolExecutor(1, thread_name_prefix="load")
+    load = partial(asyncio.get_running_loop().run_in_executor, loading)
     try:
         vocabulary = await asyncio.to_thread(_vocabulary, settings.model)
-        prepared = await _prepare_apart(options, device)
-        return _join(settings, role, prepared, transfers, prefill_rate, vocabulary)
+        prepared = await load(prepare_engine, options, device)
+        identity = _identity(settings, role, prepared, vocabulary)
+        pool = _pool(settings, identity, prepared, transfers)
+        engine = await load(_build, prepared, pool, _core_share(settings))
+        return _join(settings, identity, prepared, pool, engine, prefill_rate)
     except BaseException:
         await transfers.connector.close()  # its memory may be a file
         raise
+    finally:
+        loading.shutdown(wait=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,43 +77,48 @@ class _Transfers:
     make_pool: Callable[[PoolPlan, torch.device], NodePool]
 
 
-def _join(
-    settings: NodeSettings,
-    role: NodeRole,
-    prepared: PreparedEngine,
-    transfers: _Transfers,
-    prefill_rate: PrefillRate,
-    vocabulary: bytes,
-) -> Node:
-    layout, size = prepared.layout, prepared.size
-    node_id = settings.node_id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(3)}"
-    epoch = secrets.randbits(63) | 1
-    plan = PoolPlan(layout, size.num_blocks, int(settings.kv_staging_gib * 2**30), node_id, epoch)
-    pool = transfers.make_pool(plan, prepared.device)
-    connector = pool.connector
-    engine = prepared.build(
-        pool.tensor,
-        on_evict=connector.retract,
-        publish=True,
-        publish_hits=pool.forgets,
-        core_share=_core_share(settings),
-    )
-    identity = NodeIdentity(
-        node_id=node_id,
-        epoch=epoch,
+def _identity(settings: NodeSettings, role: NodeRole, prepared: PreparedEngine, vocabulary: bytes) -> NodeIdentity:
+    return NodeIdentity(
+        node_id=settings.node_id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(3)}",
+        epoch=secrets.randbits(63) | 1,
         kv_namespace=prepared.namespace,
         vocab_size=prepared.loaded.config.vocab_size,
         vocabulary=vocabulary,
     )
+
+
+def _pool(settings: NodeSettings, identity: NodeIdentity, prepared: PreparedEngine, transfers: _Transfers) -> NodePool:
+    """Makes the pool on the loop, which some connectors need for it. Reserving much memory takes seconds."""
+    staging_bytes = int(settings.kv_staging_gib * 2**30)
+    plan = PoolPlan(prepared.layout, prepared.size.num_blocks, staging_bytes, identity.node_id, identity.epoch)
+    return transfers.make_pool(plan, prepared.device)
+
+
+def _build(prepared: PreparedEngine, pool: NodePool, core_share: CoreShare) -> Engine:
+    """Builds the engine, which takes long where kernels are compiled and steps recorded."""
+    return prepared.build(
+        pool.tensor, on_evict=pool.connector.retract, publish=True, publish_hits=pool.forgets, core_share=core_share
+    )
+
+
+def _join(
+    settings: NodeSettings,
+    identity: NodeIdentity,
+    prepared: PreparedEngine,
+    pool: NodePool,
+    engine: Engine,
+    prefill_rate: PrefillRate,
+) -> Node:
+    layout, size = prepared.layout, prepared.size
     _logger.info(
         "%s: %d blocks of %d tokens (%.2f GiB), max_model_len %d, attention %s, connector %s",
-        node_id, size.num_blocks, layout.block_size, size.num_blocks * layout.block_bytes / 2**30,
-        size.max_model_len, prepared.attention, connector.name,
+        identity.node_id, size.num_blocks, layout.block_size, size.num_blocks * layout.block_bytes / 2**30,
+        size.max_model_len, prepared.attention, pool.connector.name,
     )  # fmt: skip
     return Node(
         identity,
         engine,
-        connector,
+        pool.connector,
         fetch_timeout=settings.fetch_timeout,
         prefill_rate=prefill_rate,
         num_host_blocks=size.num_blocks if prepared.device.type == "cpu" else 0,
@@ -111,16 +128,6 @@ def _join(
 
 def _vocabulary(model: str) -> bytes:
     return vocabulary_digest(resolve_model_directory(model))
-
-
-async def _prepare_apart(options: EngineOptions, device: torch.device) -> PreparedEngine:
-    """Prepares the engine on a thread that ends. Torch's OpenMP keeps helper threads for every thread that has computed
-    in parallel, and libgomp counts them: if there are more than cores, the helpers of an engine that multiplies with
-    torch sleep at each barrier of a step instead of spinning."""
-    loading = ThreadPoolExecutor(1, thread_name_prefix="load")
-    prepared = loading.submit(prepare_engine, options, device)
-    loading.shutdown(wait=False)  # the thread ends when the engine is prepared
-    return await asyncio.wrap_future(prepared)
 
 
 def _core_share(settings: NodeSettings) -> CoreShare:
@@ -138,11 +145,12 @@ def _engine_options(settings: NodeSettings) -> EngineOptions:
 async def _transfers(settings: NodeSettings, device: torch.device, prefill_rate: PrefillRate) -> _Transfers:
     """Returns the transfers through the connectors that are set, or chosen, and pass their self-test."""
     connector_settings = _connector_settings(settings)
+    reached_at = settings.ucx_host or numeric_address(settings.host)
 
     def choose(broken: Mapping[str, str]) -> ConnectorChoice:
         return choose_connectors(
             settings.connector,
-            host=settings.ucx_host or settings.host,
+            host=reached_at,
             ucx_installed=is_installed("ucx"),
             has_secret=bool(settings.cluster_secret.get_secret_value()),
             broken=broken,
@@ -154,7 +162,7 @@ async def _transfers(settings: NodeSettings, device: torch.device, prefill_rate:
         return await check_connector(lambda: create_connector(name, scratch))
 
     choice = await choose_working(choose, check)
-    _logger.info("connector %s: %s", ",".join(choice.names), choice.reason)
+    log_choice(choice, settings)
     direct = await _direct(settings, device, choice.names, connector_settings)
     if direct:
         device_tiers = TieredConnector([create_direct(name, connector_settings) for name in direct])
@@ -181,7 +189,7 @@ async def _direct(
 
 
 def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
-    ucx_host = settings.ucx_host or (_LOOPBACK if is_loopback(settings.host) else settings.host)
+    ucx_host = settings.ucx_host or (_LOOPBACK if is_loopback(numeric_address(settings.host)) else settings.host)
     return ConnectorSettings(
         ucx=UcxSettings(
             cluster_secret=settings.cluster_secret.get_secret_value(),

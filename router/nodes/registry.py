@@ -17,6 +17,7 @@ says of a node belongs to the epoch in its description. When a node is lost, wha
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random, SystemRandom
 from typing import cast
 
@@ -24,12 +25,12 @@ import grpc
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.errors import ConfigurationError, KVRelayError, UnavailableError
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
 from kvrelay.core.rpc.connections import RECONNECT_SECONDS, channel_options, understood
-from kvrelay.core.rpc.errors import error_from_rpc
+from kvrelay.core.rpc.errors import error_from_rpc, stranger
 from kvrelay.core.rpc.wire import description_from_wire, load_from_wire, refused_from_wire, stats_from_wire
 from kvrelay.core.tasks import end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -67,12 +68,11 @@ class Registry:
         random: Random | None = None,
     ) -> None:
         addresses = (*prefill_nodes, *decode_nodes)
-        if len(set(addresses)) < len(addresses):
-            raise ConfigurationError("an address is listed twice among --prefill-nodes and --decode-nodes")
+        assert len(set(addresses)) == len(addresses)  # the settings see to it
         self.index = index
         self.clock = clock or MonotonicClock()
         self._random = random or SystemRandom()
-        self._connect = connect or _connect
+        self._connect = connect or partial(_connect, silence)
         self._vocabulary = vocabulary
         self.prefill = tuple(self._handle(address, NodeRole.PREFILL) for address in prefill_nodes)
         self.decode = tuple(self._handle(address, NodeRole.DECODE) for address in decode_nodes)
@@ -131,12 +131,16 @@ class Registry:
     def can_serve(self) -> bool:
         return bool(self.live(NodeRole.DECODE))
 
-    def served_model(self) -> ServedModel:
-        """Returns what every live node can serve. Raises UnavailableError while no decode node is live."""
-        decode = _descriptions(self.live(NodeRole.DECODE))
-        if not decode:
+    def check_can_serve(self) -> None:
+        """Raises UnavailableError, which has the state of each decode node and the reason, while none is live."""
+        if not self.can_serve():
             states = "; ".join(map(_state_with_reason, self.decode)) or "none is configured"
             raise UnavailableError(f"no decode node can serve now: {states}")
+
+    def served_model(self) -> ServedModel:
+        """Returns what every live node can serve. Raises UnavailableError while no decode node is live."""
+        self.check_can_serve()
+        decode = _descriptions(self.live(NodeRole.DECODE))
         descriptions = [*decode, *_descriptions(self.live(NodeRole.PREFILL))]
         return ServedModel(
             max_model_len=min(description.max_model_len for description in descriptions),
@@ -159,7 +163,7 @@ class Registry:
             except UnavailableError as unusable:
                 error = unusable
             except grpc.aio.AioRpcError as failure:
-                error = error_from_rpc(failure)
+                error = _explained(failure)
             if node.is_watched:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
@@ -279,8 +283,14 @@ def _state_with_reason(node: NodeHandle) -> str:
     return f"{node.name} is {node.state.value}" + (f": {node.complaint}" if node.complaint else "")
 
 
-def _connect(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=channel_options())
+def _explained(failure: grpc.aio.AioRpcError) -> KVRelayError:
+    if found := stranger(failure.code(), failure.details() or "", "kvrelay node"):
+        return UnavailableError(f"what answers there {found}; list nodes by their gRPC addresses")
+    return error_from_rpc(failure)
+
+
+def _connect(silence: float, address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=channel_options(silence=silence))
 
 
 def _stub(node: NodeHandle) -> "node_pb2_grpc.NodeAsyncStub":

@@ -73,10 +73,11 @@ class Placer:
             everyone = self._usable(node_request, frozenset())
             usable |= {name: node for name, node in everyone.items() if node.role is NodeRole.DECODE}
         if not _has_decode_node(usable):
+            self._registry.check_can_serve()
             raise UnavailableError(
                 f"no decode node lives that has this request's model and takes {node_request.sampling.n} "
                 f"outputs of {node_request.max_num_tokens} tokens, prompt included"
-                + ("" if last_resort else " and that it has not lost")
+                + (" and that it has not lost" if lost and not last_resort else "")
             )
         facts, held = self._facts(node_request, next(self._numbers))
         placement = self._policy.choose(facts, _candidates(usable, held))

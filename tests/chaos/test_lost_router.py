@@ -1,15 +1,20 @@
-"""A router that is killed: its clients get an error, its nodes free what it held, and another one serves at once."""
+"""A router that is killed: its clients get an error, its nodes free what it held, and another one serves at once. One
+that is stopped for a while goes on with all that it had."""
 
 import asyncio
 import signal
 
 import pytest
 
-from tests.chaos.load import undisturbed
+from tests.chaos.load import Load, undisturbed
 from tests.chaos.report import Report
-from tests.chaos.run import Stage, look_around
+from tests.chaos.run import Stage, look_around, under_load
 from tests.chaos.streams import Protocol
+from tests.chaos.verdict import Verdict
 from tests.e2e.processes import PATIENCE_SECONDS
+
+STOPPED_SECONDS = 7.0
+NUM_STREAMS = 6
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
@@ -40,3 +45,23 @@ async def test_nodes_free_what_a_killed_router_held_and_serve_the_next_one(on: S
     report = Report("lost router", "shared_memory", seed=0)
     await look_around(cluster, report)
     assert report.violations == {}, report.readable()
+
+
+async def test_a_router_that_was_stopped_for_seconds_blames_no_node_and_is_not_given_up(on: Stage) -> None:
+    cluster, load = on.cluster, on.load(seed=3)
+    num_placed_again = await cluster.metric("kvrelay:request_migrations_total")
+    async with under_load(load, NUM_STREAMS):
+        await num_answers(load, 1)
+        cluster.router.send(signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(STOPPED_SECONDS, cluster.router.send, signal.SIGCONT)
+        await num_answers(load, load.report.requests + 2 * NUM_STREAMS)
+    assert max(load.report.longest_gap, load.report.longest_first) > STOPPED_SECONDS / 2, "no request ran meanwhile"
+    assert (load.report.refused, set(load.report.verdicts)) == (0, {Verdict.RIGHT}), load.report.examples
+    assert await cluster.metric("kvrelay:request_migrations_total") == num_placed_again
+
+
+async def num_answers(load: Load, number: int) -> None:
+    """Returns when the clients have had so many answers."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while load.report.requests < number:
+            await asyncio.sleep(0.05)

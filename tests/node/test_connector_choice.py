@@ -1,5 +1,6 @@
 """Which connectors a node chooses, and with which error it refuses a setting that cannot work."""
 
+import logging
 from collections.abc import Mapping
 
 import pytest
@@ -10,7 +11,7 @@ from kv_connector.self_test import SelfTestReport, check_connector
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv.connectors import parse_connectors
 from kvrelay.node import startup
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working
+from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, log_choice
 from kvrelay.node.settings import NodeSettings
 from tests.kv_connector.backends import CLUSTER_SECRET
 
@@ -60,6 +61,42 @@ def test_connectors_that_are_set_are_taken() -> None:
     choice = choose_connectors("ucx,redis", host="127.0.0.1", ucx_installed=False, has_secret=False, broken={})
     assert choice.names == ("ucx", "redis")
     assert is_installed("ucx"), "the tests need it"
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://user:hunter2@10.0.0.9:6380/3", "10.0.0.9:6380, database 3"),
+        ("rediss://:hunter2@store.example?db=2", "store.example:6379, database 2"),
+        ("redis://[fd00::9]", "[fd00::9]:6379, database 0"),
+        ("unix://:hunter2@/run/redis.sock?db=1", "/run/redis.sock, database 1"),
+    ],
+)
+def test_the_log_says_which_redis_a_node_has_but_not_its_password(
+    url: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    settings = NodeSettings.model_validate({"model": "m", "host": "10.0.0.2", "redis_url": url})
+    log_choice(ConnectorChoice(("ucx", "redis"), "as set"), settings)
+    assert caplog.messages == [f"connector ucx,redis: as set; the store is at {place}"]
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "warns"),
+    [
+        *(("10.0.0.2", {}, True), ("0.0.0.0", {}, True), ("127.0.0.1", {}, False), ("localhost", {}, False)),
+        ("10.0.0.2", {"redis_url": "redis://127.0.0.1:6379/0"}, False),  # such as a tunnel's end
+    ],
+)
+def test_a_redis_that_nobody_has_named_is_warned_of_where_other_machines_have_theirs(
+    host: str, given: Mapping[str, str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = NodeSettings.model_validate({"model": "m", "host": host, **given})
+    log_choice(ConnectorChoice(("redis",), "as set"), settings)
+    assert ("KVRELAY_REDIS_URL is not set" in caplog.text) is warns
+    caplog.clear()
+    log_choice(ConnectorChoice(("ucx",), "as set"), settings)
+    assert not caplog.messages
 
 
 class SelfTests:

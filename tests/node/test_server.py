@@ -41,7 +41,7 @@ async def test_a_node_lets_go_of_what_a_router_holds_that_answers_nothing_any_mo
 ) -> None:
     """One that is stopped, or that the network does not reach any more: the connection itself stays open."""
     monkeypatch.setattr(connections, "KEEPALIVE_MS", 500)
-    monkeypatch.setattr(server_module, "KEEPALIVE_TIMEOUT_MS", 500)
+    monkeypatch.setattr(server_module, "ROUTER_SILENCE_MS", 500)
     node = make_node()
     server = NodeServer(node, DecodeService(node))
     proxy = Proxy(await server.start("127.0.0.1", 0))

@@ -14,6 +14,7 @@ from kvrelay.node import startup
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.name_service import give_addresses
 from tests.redis_server import RedisServer
 
 TTL = 60  # seconds
@@ -41,6 +42,24 @@ def test_peers_reach_a_node_at_its_own_address_unless_another_is_set() -> None:
 
     assert host_of(host="10.0.0.2") == "10.0.0.2"
     assert host_of(host="10.0.0.2", ucx_host="10.0.0.3") == host_of(host="localhost", ucx_host="10.0.0.3") == "10.0.0.3"
+
+
+async def test_a_name_that_only_this_machine_reaches_is_one_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_addresses(monkeypatch, "vm.example", "127.0.1.1")
+    settings = NodeSettings(model="m", host="vm.example")
+    ucx = startup._connector_settings(settings).ucx
+    assert (ucx.host, ucx.net_devices) == ("127.0.0.1", "lo")
+    connector = (await startup._transfers(settings, torch.device("cpu"), PrefillRate())).connector
+    assert connector.name == "shared_memory"
+    await connector.close()
+
+
+def test_a_name_that_peers_are_given_is_theirs_to_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian gives a machine's own name an address of loopback, but other machines find its real one."""
+    give_addresses(monkeypatch, "vm.example", "127.0.1.1")
+    settings = NodeSettings(model="m", host="0.0.0.0", ucx_host="vm.example")
+    ucx = startup._connector_settings(settings).ucx
+    assert (ucx.host, ucx.net_devices) == ("vm.example", "")
 
 
 def test_segments_are_made_where_is_set() -> None:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.app import http_config, listen
-from tests.router.scripted_nodes import PATIENCE, ScriptedDecode
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,6 +121,23 @@ async def test_a_second_signal_ends_the_wait_for_running_requests(model_dir: Pat
             assert await process.wait() == 0
 
 
+async def test_a_router_that_is_stopped_while_it_waits_for_nodes_does_not_say_that_it_is_ready(model_dir: Path) -> None:
+    silent = ScriptedDecode()
+    silent.updates.get_nowait()  # it describes itself, but is not live
+    async with AsyncExitStack() as stack:
+        await silent.start()
+        stack.push_async_callback(silent.stop)
+        waits = ("--start-timeout", "3600", "--node-silence", "3600")
+        flags = ("--decode-nodes", silent.address, "--port", "0", "--grpc-port", "0", *waits)
+        process = await stack.enter_async_context(router_process(str(model_dir), *flags))
+        await soon(silent.watch_requests)
+        process.terminate()
+        async with asyncio.timeout(PATIENCE):
+            stdout, stderr = await process.communicate()
+        assert (process.returncode, stdout) == (0, b"")
+        assert b"is served" not in stderr
+
+
 async def test_readiness_follows_the_decode_nodes(model_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         decode = ScriptedDecode()
@@ -197,6 +214,14 @@ async def test_an_address_of_a_node_that_is_none_ends_the_router_with_a_message(
         _, stderr = await process.communicate()
         assert process.returncode == 2
         assert b"--decode-nodes" in stderr and b"host:port" in stderr
+
+
+async def test_addresses_that_are_listed_twice_end_the_router_with_a_message_that_names_them(model_dir: Path) -> None:
+    flags = ("--prefill-nodes", "a:1,b:1,c:1", "--decode-nodes", "b:1,d:1,d:1")
+    async with router_process(str(model_dir), *flags) as process:
+        _, stderr = await process.communicate()
+        assert process.returncode == 2
+        assert b"listed twice among --prefill-nodes and --decode-nodes: b:1, d:1\n" in stderr
 
 
 async def test_a_router_may_have_as_many_connections_as_the_system_allows(model_dir: Path) -> None:

@@ -1,14 +1,11 @@
 """What settings do in a whole router, and how it stops: `serve` over a scripted node, in this process."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
@@ -19,39 +16,7 @@ from router.settings import RouterSettings
 from tests.router.routed import give_up
 from tests.router.scripted_cluster import registered
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon, token
-
-BODY = {"prompt": [1, 2], "max_tokens": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A router and its decode node. `close` stops the router as a signal does."""
-
-    decode: ScriptedDecode
-    http: httpx.AsyncClient
-    grpc_address: str
-    router: AsyncExitStack
-
-    async def post(self) -> httpx.Response:
-        return await self.http.post("/v1/completions", json=BODY)
-
-
-@asynccontextmanager
-async def served(model: Path, **settings: Any) -> AsyncIterator[Served]:
-    async with AsyncExitStack() as stack:
-        decode = ScriptedDecode()
-        await decode.start()
-        stack.push_async_callback(decode.stop)
-        options = RouterSettings(
-            model=str(model), decode_nodes=(decode.address,), port=0, grpc_port=0, start_timeout=PATIENCE, **settings
-        )
-        hurry = asyncio.Event()
-        router = await stack.enter_async_context(AsyncExitStack())
-        stack.callback(hurry.set)
-        addresses = await router.enter_async_context(serve(options, asyncio.Event(), hurry))
-        base_url = f"http://{addresses.http}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=base_url, trust_env=False, timeout=PATIENCE))
-        yield Served(decode, http, addresses.grpc, router)
+from tests.router.served import served
 
 
 async def test_pages_of_allowed_origins_may_call(tokenizer_directory: Path) -> None:

@@ -3,9 +3,12 @@
 Nodes read those of an engine as settings and `LLM` takes them as arguments: both check them against these types.
 """
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
+
+_IPV4 = r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){3}"
 
 
 def _host_port(address: str) -> str:
@@ -16,6 +19,16 @@ def _host_port(address: str) -> str:
             "must be a gRPC address, host:port, without a scheme or a path; IPv6 is written in brackets, [::1]:8001"
         )
     return address
+
+
+def _host(host: str) -> str:
+    # Python also binds 127.1 and 010.0.0.1, which gRPC does not take, or takes for other addresses.
+    is_number = re.fullmatch(r"[0-9.]+", host) and not re.fullmatch(_IPV4, host)
+    if not host or "[" in host or is_number:
+        raise ValueError(
+            "must be an address of this machine, such as 10.0.0.2 or fd00::3 (without brackets), or a name of it"
+        )
+    return host
 
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -38,6 +51,8 @@ MemoryShare = Annotated[float, Field(ge=0.0, le=0.95)]
 NodesPerDevice = Annotated[int, Field(ge=1)]
 Timeout = Annotated[float, Field(gt=0, le=1e8)]
 """Seconds that may become a deadline of gRPC, to which one that is centuries away has passed."""
+Host = Annotated[str, AfterValidator(_host)]
+"""A host to listen on."""
 HostPort = Annotated[str, AfterValidator(_host_port)]
 """The address of a gRPC server."""
 FileDescriptor = Annotated[int, Field(ge=0)]

@@ -15,9 +15,15 @@ from kvrelay.core.process.listening import address_of, check_port
 from kvrelay.core.rpc.health_service import HealthService
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# gRPC sends a ping after so long without a message. With messages it sends others, which measure the connection.
 KEEPALIVE_MS = 10_000
+# How long the other machine may acknowledge nothing. gRPC's keepalive timeout is only that, TCP_USER_TIMEOUT: it waits
+# for the answer to any ping, which is that of the process, for its ping timeout.
 KEEPALIVE_TIMEOUT_MS = 5_000
-PING_TIMEOUT_MS = 60_000  # gRPC waits so long for the answer to a ping, whatever the keepalive's timeout is
+PING_TIMEOUT_MS = 60_000
+# How much longer the other process may take to answer than it may be silent: this one may be stopped for a while
+# (SIGSTOP), and when it goes on, gRPC looks at its timers before it reads the answers that wait.
+STOPPED_MS = 10_000
 FLOW_WINDOW_BYTES = 1024 * 1024
 # Calls that have arrived and that the loop has not looked at yet. gRPC cancels further ones, by default some of those
 # beyond a thousand, and the client cannot tell why; a router refuses what is too much for it in its own words.
@@ -33,12 +39,13 @@ T = TypeVar("T")
 WITHOUT_PROXY: Options = [("grpc.enable_http_proxy", 0)]
 
 
-def _shared_options(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def _shared_options(*, max_receive_bytes: int, keepalive_timeout_ms: int, ping_timeout_ms: int) -> Options:
     return [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # The window is large enough for a burst of steps at first, and grows with the measured bandwidth-delay product.
@@ -47,14 +54,21 @@ def _shared_options(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def channel_options() -> Options:
+def channel_options(*, silence: float = KEEPALIVE_TIMEOUT_MS / 1e3) -> Options:
     """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted process is found about
     `RECONNECT_SECONDS` later, and one that has another IP address under its name two seconds after the name says so.
-    A connection over which nothing comes any more is given up after 15 seconds at most, and made anew."""
+
+    `silence`: seconds for which nothing may be heard of the other process. A connection is given up, and made anew,
+    when its machine acknowledges nothing for that long, or it answers no ping for 10 s longer. If nothing was under
+    way, the ping comes after 10 s."""
+    silence_ms = round(min(silence, 1e6) * 1e3)  # gRPC takes no more than 32 bits
     return [
-        *_shared_options(),
+        *_shared_options(
+            max_receive_bytes=MAX_MESSAGE_BYTES,
+            keepalive_timeout_ms=silence_ms,
+            ping_timeout_ms=silence_ms + STOPPED_MS,
+        ),
         *WITHOUT_PROXY,
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(CONNECT_SECONDS * 1e3)),  # how long an attempt may take, in truth
         ("grpc.max_reconnect_backoff_ms", round(RECONNECT_SECONDS * 1e3)),
@@ -62,13 +76,21 @@ def channel_options() -> Options:
     ]
 
 
-def server_options(*, max_request_bytes: int = MAX_MESSAGE_BYTES, ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
-    """Returns the options for `grpc.aio.server`. A peer that answers no ping for `ping_timeout_ms` loses its calls:
-    one that is stopped, or that the network does not reach any more. Ports are not shared: two servers on one port
-    would split a cluster unnoticed."""
+def server_options(
+    *,
+    max_request_bytes: int = MAX_MESSAGE_BYTES,
+    keepalive_timeout_ms: int = KEEPALIVE_TIMEOUT_MS,
+    ping_timeout_ms: int = PING_TIMEOUT_MS,
+) -> Options:
+    """Returns the options for `grpc.aio.server`. A peer loses its calls if its machine acknowledges nothing for
+    `keepalive_timeout_ms`, or if it answers no ping for `ping_timeout_ms`: it is stopped, or something in between
+    passes nothing on. Ports are not shared: two servers on one port would split a cluster unnoticed."""
     return [
-        *_shared_options(max_request_bytes),
-        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
+        *_shared_options(
+            max_receive_bytes=max_request_bytes,
+            keepalive_timeout_ms=keepalive_timeout_ms,
+            ping_timeout_ms=ping_timeout_ms,
+        ),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
@@ -88,13 +110,16 @@ def understood(answer: T | None) -> T:
 
 async def serve_insecure(server: grpc.aio.Server, host: str, port: int, *, flag: str = "--port") -> int:
     """Binds the server (port 0 draws a free one), starts it, and returns the bound port. `flag` is the flag that sets
-    the port. Raises ConfigurationError if the port cannot be bound."""
+    the port. Raises ConfigurationError, which names the flag to change, if nothing can listen there."""
     check_port(host, port, flag=flag)  # gRPC would not say why it cannot, and write to standard error
     address = address_of(host, port)
     try:
         bound = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigurationError(f"cannot listen on {address}: {error}; choose another port with {flag}") from error
+        check_port(host, port, flag=flag)  # another process may have taken the port meanwhile
+        raise ConfigurationError(
+            f"cannot listen on {address}: {error}; --host has to be an address of this machine"
+        ) from error
     await server.start()
     return bound
 

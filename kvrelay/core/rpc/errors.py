@@ -87,6 +87,18 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
     return cls(message)
 
 
+def stranger(code: grpc.StatusCode, details: str, what: str) -> str:
+    """Returns what gRPC's error tells of a program that answers where `what` should: the end of a sentence that begins
+    with "what answers there". Returns "" if it tells nothing of the kind."""
+    if code is grpc.StatusCode.UNAVAILABLE and "http1" in details:
+        return "speaks HTTP"
+    if code is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in details:
+        return "does not speak gRPC"
+    if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+        return f"is no {what} ({details or code.name})"
+    return ""
+
+
 def _reason_of(error: KVRelayError) -> str:
     return next(_REASON_OF[cls] for cls in type(error).__mro__ if cls in _REASON_OF)
 

@@ -20,6 +20,13 @@ class HealthService(health.aio.HealthServicer):
         super().__init__()
         self._statuses: dict[str, int] = {health.OVERALL_HEALTH: health_pb2.HealthCheckResponse.SERVING}
         self._changed = asyncio.Event()
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends every `Watch`, which a server that stops would otherwise wait for, when it has told the latest
+        status."""
+        self._closed = True
+        self._changed.set()
 
     async def Watch(  # type: ignore[override]  # a generator, whose writes have the interceptor's deadline
         self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -28,11 +35,13 @@ class HealthService(health.aio.HealthServicer):
         while True:
             changed = self._changed
             status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-            if status == last:
-                await changed.wait()
-            else:
+            if status != last:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
+            elif self._closed:
+                return
+            else:
+                await changed.wait()
 
     async def List(self, request: Any, context: Any) -> Any:
         """Returns the latest status of each service. grpcio's own service lacks this method of the standard, and fails

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.process.listening import address_of, bound_socket, check_port
+from kvrelay.core.process.listening import address_of, bound_socket, check_port, numeric_address
+from tests.name_service import give_addresses
 
 
 def test_a_free_port_is_bound_and_left_free_by_a_check() -> None:
@@ -49,12 +50,24 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
     assert address_of("::1", 8001) == "[::1]:8001"
 
 
-def test_an_address_of_its_own_stands_without_brackets() -> None:
-    with pytest.raises(ConfigurationError, match="without brackets"):
-        check_port("[::1]", 0, flag="--port")
+def test_a_name_that_has_only_an_ipv6_address_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_addresses(monkeypatch, "six.example", "::ffff:127.0.0.1")
+    with bound_socket("six.example", 0, flag="--port") as bound:
+        assert bound.family is socket.AF_INET6
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_of_a_name_with_addresses_of_both_families_that_of_ipv4_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `localhost` often has: clients that write 127.0.0.1 are to find the server."""
+    give_addresses(monkeypatch, "both.example", "::1", "127.0.0.1")
+    with bound_socket("both.example", 0, flag="--port") as bound:
+        assert bound.getsockname()[0] == numeric_address("both.example") == "127.0.0.1"
+
+
+def test_an_address_or_an_unknown_name_stands_for_itself() -> None:
+    assert [numeric_address(host) for host in ("10.0.0.2", "::", "no such host")] == ["10.0.0.2", "::", "no such host"]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "a..b"])
 def test_a_foreign_address_is_told_from_a_taken_port(host: str) -> None:
     with pytest.raises(ConfigurationError, match=f"cannot listen on {host}:0: .*--host has to be an address of this"):
         check_port(host, 0, flag="--port")

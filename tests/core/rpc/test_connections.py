@@ -313,6 +313,15 @@ def test_a_server_allows_as_many_pings_as_a_channel_sends() -> None:
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
 
 
+@pytest.mark.parametrize(("silence", "milliseconds"), [(5.0, 5_000), (30.0, 30_000), (1e12, 10**9)])
+def test_a_connection_lasts_as_long_as_the_other_side_may_be_silent(silence: float, milliseconds: int) -> None:
+    """And longer where our own process may have been stopped meanwhile."""
+    options = channel_options(silence=silence)
+    assert dict(options)["grpc.keepalive_timeout_ms"] == milliseconds
+    assert dict(options)["grpc.http2.ping_timeout_ms"] == milliseconds + 10_000
+    grpc.insecure_channel("127.0.0.1:1", options=options).close()
+
+
 async def test_calls_that_arrive_while_the_loop_is_busy_are_all_answered() -> None:
     """gRPC would cancel some of those beyond a thousand, at random and without a word of ours."""
     server = grpc.aio.server(interceptors=[CallInterceptor()], options=server_options())

@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
 import pytest
 
+from kvrelay.core.errors import UnavailableError
 from kvrelay.v1 import node_pb2, prefill_node_pb2
+from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
+from router.nodes.registry import Registry
 from tests.router.routed import a_request, give_up, take
 from tests.router.scripted_cluster import cluster, registered
-from tests.router.scripted_nodes import ScriptedDecode, ScriptedPrefill, soon, until
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, ScriptedPrefill, soon, until
 
 _GARBLED = b"\xff"
 
@@ -60,6 +63,51 @@ async def test_a_node_that_was_not_understood_is_asked_again() -> None:
         await until(lambda: any("is not understood" in complaint for complaint in handle.logged))
         await until(lambda: handle.state is NodeState.LIVE)
         assert not node.left
+
+
+@asynccontextmanager
+async def _program(greeting: bytes) -> AsyncIterator[str]:
+    """Yields the address of a program that answers whatever it is sent with `greeting`."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read(1)
+            writer.write(greeting)
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def _other_service() -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (_other_service(), "is no kvrelay node (Method not found!)"),
+        (_program(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n"), "speaks HTTP"),
+        (_program(b"-ERR unknown command\r\n"), "does not speak gRPC"),
+    ],
+)
+async def test_what_answers_in_the_place_of_a_node_is_told(
+    program: AbstractAsyncContextManager[str], found: str
+) -> None:
+    async with program as address:
+        registry = Registry([], [address], KVIndex(10), timeout=PATIENCE, silence=5.0)
+        registry.start()
+        await until(lambda: f"what answers there {found}; list nodes by" in registry.decode[0].complaint)
+        with pytest.raises(UnavailableError, match=f"{address} is connecting: what answers there"):
+            registry.served_model()
+        await registry.close()
 
 
 class GarblingOnce(ScriptedPrefill):

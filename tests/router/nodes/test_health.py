@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
 import grpc
@@ -14,8 +14,11 @@ from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.node_report import NodeRole
 from kvrelay.v1 import node_pb2
+from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
+from router.nodes.registry import Registry
 from router.request import RoutedRequest
+from tests.chaos.proxy import Proxy
 from tests.router.routed import collected, give_up, take, take_trace
 from tests.router.scripted_cluster import Cluster, cluster, registered, settled
 from tests.router.scripted_nodes import (
@@ -64,6 +67,25 @@ async def test_a_decode_node_that_falls_silent_loses_its_requests_to_another() -
         assert (await soon(first.watch_requests)).epoch == 0
         resumed = await soon(first.watch_requests)
         assert resumed.epoch == 1, "the index goes on from the sequence number it knows"
+
+
+async def test_a_connection_over_which_nothing_comes_is_not_given_up_before_its_node_may_be_silent() -> None:
+    """Not even if gRPC waits for the answer to a ping: it would be the one to decide when the node is lost."""
+    async with AsyncExitStack() as stack:
+        node = ScriptedDecode()
+        await node.start()
+        stack.push_async_callback(node.stop)
+        proxy = Proxy(node.port)
+        await proxy.start()
+        stack.push_async_callback(proxy.close)
+        registry = Registry([], [proxy.address], KVIndex(1), timeout=PATIENCE, silence=6.0)
+        stack.push_async_callback(registry.close)
+        registry.start()
+        [handle] = registry.decode
+        await until(lambda: handle.state is NodeState.LIVE)
+        proxy.silence()
+        await until(lambda: handle.state is NodeState.LOST)
+        assert handle.complaint == "nothing was heard of it for 6 seconds"
 
 
 async def test_a_prefill_node_that_falls_silent_is_replaced() -> None:

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.core.errors import ConfigurationError, UnavailableError
+from kvrelay.core.errors import UnavailableError
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import PROTOCOL, NodeRole
 from kvrelay.v1 import node_pb2
 from router.nodes import fit
-from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
-from router.nodes.registry import Registry
 from tests.router.scripted_cluster import registered, settled
 from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedDecode, ScriptedNode, ScriptedPrefill, soon, until
 
@@ -392,8 +390,3 @@ async def test_a_node_that_has_described_itself_is_waited_for_until_it_is_live()
         assert not waiting.done() or registry.prefill[0].complaint, "as on a busy machine, where it may not be reached"
         slow.update(0, reset=True)
         await asyncio.wait_for(waiting, PATIENCE)
-
-
-async def test_an_address_listed_twice_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match="listed twice"):
-        Registry(["127.0.0.1:1"], ["127.0.0.1:1"], KVIndex(10), timeout=5.0, silence=5.0)
