@@ -110,7 +110,7 @@ class RedisLink:
             async with asyncio.timeout_at(deadline):
                 await self._turns.acquire()
         except TimeoutError:
-            raise TimeoutError(f"all {self._connections.max_connections} connections were in use") from None
+            raise TimeoutError(f"no connection was free, of {self._connections.max_connections}") from None
         try:
             async with self._round_trip(self._timeout if deadline is None else min(deadline - now(), self._timeout)):
                 yield self.client
@@ -169,7 +169,7 @@ def _connections(settings: RedisSettings) -> _Connections:
             socket_connect_timeout=settings.operation_timeout_seconds,
             retry=Retry(NoBackoff(), 1),  # once: the server may have closed an idle connection
             protocol=2,  # RESP2, which proxies and Redis before version 6 speak as well; the URL may say otherwise
-            **({} if settings.url.startswith("unix:") else of_tcp),
+            **({} if settings.url.lower().startswith("unix:") else of_tcp),
         )
         # Opens nothing, but takes the URL's parameters or raises.
         connection = connections.connection_class(**connections.connection_kwargs)

@@ -56,13 +56,13 @@ def check_port(host: str, port: int, *, flag: str) -> None:
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Returns the family of a host and its address as sockets take it. Of a name with addresses of both families, it is
-    the one of IPv4. Raises OSError for an unknown name."""
+    """Returns the family of a host and its address as sockets take it. Of a name with several, it is one that other
+    machines may reach, if there is one, and of these one of IPv4. Raises OSError for an unknown name."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError as error:  # a name that no host can have, such as "a..b"
         raise OSError(errno.EINVAL, "no host can have this name") from error
-    family, *_, address = min(found, key=lambda result: result[0] is not socket.AF_INET)
+    family, *_, address = min(found, key=lambda one: (is_loopback(str(one[4][0])), one[0] is not socket.AF_INET))
     return family, address
 
 

@@ -63,6 +63,13 @@ def test_of_a_name_with_addresses_of_both_families_that_of_ipv4_is_listened_on(m
         assert bound.getsockname()[0] == numeric_address("both.example") == "127.0.0.1"
 
 
+def test_of_a_name_that_is_also_of_loopback_the_address_that_others_reach_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_addresses(monkeypatch, "here.example", "127.0.1.1", "fd00::2", "10.0.0.2")
+    assert numeric_address("here.example") == "10.0.0.2"
+
+
 def test_an_address_or_an_unknown_name_stands_for_itself() -> None:
     assert [numeric_address(host) for host in ("10.0.0.2", "::", "no such host")] == ["10.0.0.2", "::", "no such host"]
 

@@ -116,11 +116,12 @@ async def test_an_idle_connection_is_probed_before_the_network_forgets_it(redis_
     await connector.close()
 
 
-async def test_a_server_is_reached_over_a_unix_socket(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["unix", "UNIX"])
+async def test_a_server_is_reached_over_a_unix_socket(scheme: str, tmp_path: Path) -> None:
     """Which has no probes."""
     server = RedisServer(tmp_path, options=["--unixsocket", str(tmp_path / "redis.sock")])
     try:
-        connector = RedisConnector(RedisSettings(url=f"unix://{tmp_path}/redis.sock?db=0"))
+        connector = RedisConnector(RedisSettings(url=f"{scheme}://{tmp_path}/redis.sock?db=0"))
         node = Node(connector, "node", 16, LAYOUT, EPOCH)
         await write_and_publish(node, blocks(2))
         assert await connector.fetch(None, blocks(2), timeout=PATIENCE) == (FETCHED, FETCHED)

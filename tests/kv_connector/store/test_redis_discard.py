@@ -79,7 +79,7 @@ async def test_deleting_a_bad_value_does_not_outlast_the_fetch(redis_server: Red
     with redis.Redis.from_url(redis_server.url) as client:
         client.set(harness.key(block), b"garbage")
     async with asyncio.timeout(PATIENCE):
-        assert await connector.fetch(None, [block], timeout=2.0) == (REFUSED,)
+        assert await connector.fetch(None, [block], timeout=5.0) == (REFUSED,)
     assert network.held.is_set()
     await connector.close()
     await network.close()
