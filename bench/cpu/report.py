@@ -64,7 +64,7 @@ def read_results(path: Path) -> dict[str, Result]:
     Raises OSError when the file cannot be read, and ValueError when it has something else."""
     found: dict[str, Result] = {}
     *lines, last = path.read_text(encoding="utf-8").split("\n")
-    if last and not _is_torn(last):
+    if not _is_torn(last):
         lines.append(last)
     for number, line in enumerate(lines, start=1):
         try:
@@ -79,7 +79,7 @@ def read_results(path: Path) -> dict[str, Result]:
 
 
 def _is_torn(line: str) -> bool:
-    """Tells whether a line is the beginning of a result, and not all of one."""
+    """Tells whether a line is the beginning of a result, or nothing, and not all of one."""
     if not (_BEGINNING.startswith(line) or line.startswith(_BEGINNING)):
         return False
     try:

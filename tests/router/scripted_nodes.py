@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -308,6 +309,18 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
 
     def end_stream(self) -> None:
         self._updates.put_nowait(None)
+
+
+@asynccontextmanager
+async def node_that_is_not_live() -> AsyncIterator[ScriptedDecode]:
+    """Yields a node that describes itself and says no more, so that a router which starts waits for it."""
+    silent = ScriptedDecode()
+    silent.updates.get_nowait()
+    await silent.start()
+    try:
+        yield silent
+    finally:
+        await silent.stop()
 
 
 async def soon(queue: asyncio.Queue[_Item]) -> _Item:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.app import http_config, listen
-from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon
+from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, node_that_is_not_live, soon
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,11 +122,8 @@ async def test_a_second_signal_ends_the_wait_for_running_requests(model_dir: Pat
 
 
 async def test_a_router_that_is_stopped_while_it_waits_for_nodes_does_not_say_that_it_is_ready(model_dir: Path) -> None:
-    silent = ScriptedDecode()
-    silent.updates.get_nowait()  # it describes itself, but is not live
     async with AsyncExitStack() as stack:
-        await silent.start()
-        stack.push_async_callback(silent.stop)
+        silent = await stack.enter_async_context(node_that_is_not_live())
         waits = ("--start-timeout", "3600", "--node-silence", "3600")
         flags = ("--decode-nodes", silent.address, "--port", "0", "--grpc-port", "0", *waits)
         process = await stack.enter_async_context(router_process(str(model_dir), *flags))

@@ -15,7 +15,7 @@ from router.relay.limits import RelayLimits
 from router.settings import RouterSettings
 from tests.router.routed import give_up
 from tests.router.scripted_cluster import registered
-from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon, token
+from tests.router.scripted_nodes import PATIENCE, node_that_is_not_live, soon, token
 from tests.router.served import served
 
 
@@ -53,11 +53,8 @@ async def test_every_limit_of_the_relay_is_the_setting_of_its_name() -> None:
 
 
 async def test_a_stop_ends_the_wait_for_nodes_at_once(tokenizer_directory: Path) -> None:
-    silent = ScriptedDecode()
-    silent.updates.get_nowait()  # it describes itself, but is not live
     async with AsyncExitStack() as stack:
-        await silent.start()
-        stack.push_async_callback(silent.stop)
+        silent = await stack.enter_async_context(node_that_is_not_live())
         stop = asyncio.Event()
         settings = RouterSettings(
             model=str(tokenizer_directory),
