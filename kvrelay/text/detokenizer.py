@@ -42,25 +42,25 @@ class Detokenizer:
         return self._text.num_chars
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str:
-        """Returns the text that is now certain. Without `check_stop`, which only the first tokens may be, the token's
-        text is not part of any stop string."""
+        """Returns the text that is now certain. Without `check_stop`, which only the first tokens may be, no stop
+        string ends with this token's text, but one may begin in it."""
         text = self._text.push(token_id)
-        return self._filter(text) if self._stop and check_stop else text
+        return self._filter(text, may_end=check_stop) if self._stop else text
 
     def flush(self) -> str:
         """Returns the rest of the text when the sequence has ended. An incomplete character becomes U+FFFD."""
         text = self._text.flush()
         if not self._stop:
             return text
-        return self._filter(text) + self._held
+        return self._filter(text, may_end=True) + self._held
 
-    def _filter(self, text: str) -> str:
+    def _filter(self, text: str, *, may_end: bool) -> str:
         if not self._held and self._first_chars.isdisjoint(text):
             return text
         known = self._held + text
         ends: list[tuple[int, int, str]] = []
         for number, stop in enumerate(self._stop):
-            start = known.find(stop, self._beginnings[number])
+            start = known.find(stop, self._beginnings[number]) if may_end else -1
             if start >= 0:
                 ends.append((start + len(stop), -len(stop), stop))
             else:
@@ -76,9 +76,9 @@ class Detokenizer:
 
 
 def _first_beginning(stop: str, text: str, earliest: int) -> int:
-    """Returns where, from `earliest` on, the longest end of `text` that is a beginning of `stop` starts; the length of
-    `text` if there is none."""
-    start = text.find(stop[0], max(earliest, len(text) - len(stop)))
+    """Returns where, from `earliest` on, the longest end of `text` that is a beginning of `stop`, and not all of it,
+    starts; the length of `text` if there is none."""
+    start = text.find(stop[0], max(earliest, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
     return start if start >= 0 else len(text)

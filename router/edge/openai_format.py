@@ -180,15 +180,17 @@ class CompletionFormat:
         return {
             "tokens": [text(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {
-                    text(token_id): finite(logprob)
-                    for token_id, logprob in ((entry.token_id, entry.logprob), *reversed(entry.top))
-                }
-                for entry in entries
-            ],
+            "top_logprobs": [self._by_text(entry) for entry in entries],
             "text_offset": list(text_offsets),
         }
+
+    def _by_text(self, entry: TokenLogprobs) -> Json:
+        """Returns the log-probabilities of the likeliest tokens, best first, and of the token itself. Of tokens with
+        the same text, such as the bytes of a character, the likelier one counts."""
+        found: Json = {}
+        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            found.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+        return found
 
 
 class ChatFormat:

@@ -1,5 +1,7 @@
 """The text, offsets and stop strings of one output."""
 
+import pytest
+
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.choice import Choice
@@ -40,6 +42,14 @@ async def test_a_stop_string_of_the_last_token_that_must_come_is_text(tokenizer:
     choice = Choice(tokenizer, SamplingParams(stop=("b",), min_tokens=2), ())
     chunk = choice.consume(TokenOutput(0, tuple(token_ids)))
     assert (chunk.text, chunk.token_ids, choice.ended_early) == ("bb", tuple(token_ids), True)
+
+
+@pytest.mark.parametrize("text", ["xaab", "aaab", "aabaab"])
+async def test_a_stop_string_may_begin_among_the_tokens_that_must_come(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = await ids(tokenizer, *text)
+    choice = Choice(tokenizer, SamplingParams(stop=("aab",), min_tokens=len(text) - 1), ())
+    chunk = choice.consume(TokenOutput(0, tuple(token_ids)))
+    assert (chunk.text, chunk.stop_reason) == (text[:-3], "aab")
 
 
 async def test_what_was_held_back_comes_with_the_end(tokenizer: Tokenizer) -> None:
