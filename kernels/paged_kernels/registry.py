@@ -65,8 +65,9 @@ def select_backend(
 def _problem_with_native(head_dim: int | None) -> str | None:
     if load_extension() is None:
         return (
-            "the compiled attention kernels (paged_kernels._native) are missing; install a C++20 compiler (for example "
-            "the packages g++ or clang) and reinstall kvrelay"
+            "the compiled attention kernels (paged_kernels._native) are missing: building them failed, or there was no "
+            "C++20 compiler or no Python headers (the packages g++ and python3-dev); reinstall kvrelay with `pip "
+            "install -v ...` to see why"
         )
     if head_dim is not None and head_dim not in _NATIVE_HEAD_DIMS:
         return (

@@ -11,7 +11,7 @@ from kvrelay.bench.model_choice import choose_model
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.rpc.connections import channel_options
-from kvrelay.core.rpc.errors import DETAILS_KEY
+from kvrelay.core.rpc.errors import DETAILS_KEY, stranger
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 _CHECK_TIMEOUT_SECONDS = 10.0
@@ -38,6 +38,11 @@ class GrpcClient:
             if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):  # a router's own words
                 raise UnavailableError(
                     f"grpc://{self._address} answers {error.code().name} ({error.details()}); wait until it is ready"
+                ) from error
+            if found := stranger(error.code(), error.details() or "", "router"):
+                raise UnavailableError(
+                    f"what answers at grpc://{self._address} {found}; give the router's gRPC address with --url "
+                    "grpc://host:port, or the address of a server that speaks HTTP with http://"
                 ) from error
             raise UnavailableError(
                 f"no router answers at grpc://{self._address} ({error.details()}); start one with `kvrelay serve "

@@ -3,6 +3,7 @@
 `router`, `prefill` and `decode` replace this process by the one that they name, so that signals reach it directly.
 """
 
+import errno
 import os
 import pkgutil
 import sys
@@ -23,6 +24,8 @@ COMMANDS = {
     "status": "kvrelay.cli.client:status",
     "bench": "kvrelay.bench.command:bench",
 }
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 USAGE = """\
 usage: kvrelay COMMAND ...        `kvrelay COMMAND --help` explains a command and its settings
@@ -51,11 +54,23 @@ def main() -> None:
     """Runs the console script."""
     _open_standard_streams()
     try:
-        exit_with(lambda: run(sys.argv[1:]))
-    except BrokenPipeError:
-        # The reader of our output is gone (`kvrelay complete ... | head`): say nothing, nor when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        try:
+            exit_with(lambda: run(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output is gone (`kvrelay complete ... | head`)
+        _end_without_output(141)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        print(f"kvrelay: cannot write the output: {error.strerror}", file=sys.stderr)
+        _end_without_output(1)
+
+
+def _end_without_output(status: int) -> NoReturn:
+    """Ends the process. What is still to be written would be tried again at the end, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 def _open_standard_streams() -> None:

@@ -23,7 +23,6 @@ from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import CliPositionalArg
 
 from kvrelay.cli.shared_descriptors import create_core_table, create_weight_store
-from kvrelay.cli.standard_error import StandardError
 from kvrelay.cli.supervisor import ChildCommand, ChildFailedError, ReadyLine, Supervisor
 from kvrelay.cli.thread_environment import thread_environment
 from kvrelay.core.config.fields import ENV_PREFIX, flag_of, variable_of
@@ -37,6 +36,7 @@ from kvrelay.core.process.cgroup import available_cores
 from kvrelay.core.process.core_table import CoreTable
 from kvrelay.core.process.lifecycle import on_stdin_closed, say_ready
 from kvrelay.core.process.listening import check_port
+from kvrelay.core.process.standard_error import StandardError
 from kvrelay.engine.loading.config_json import read_config
 from kvrelay.node.settings import NodeOptions
 from router.settings import RouterOptions
@@ -152,7 +152,7 @@ def _end(cluster: "asyncio.Task[None]", number: int) -> None:
 async def _run_cluster(settings: ServeSettings) -> None:
     # Not for settings, which core/config/settings.py has read: children get it explicitly, without our own variables.
     environment = child_environment(os.environ)
-    async with Supervisor(stop_timeout=settings.stop_timeout, on_line=_standard_error.write) as supervisor:
+    async with Supervisor(stop_timeout=settings.stop_timeout, on_line=_standard_error.write_from) as supervisor:
         cores = available_cores()
         num_nodes, threads = settings.num_nodes, settings.node_threads(cores)
         table = create_core_table(cores, num_nodes, threads, say=_say) if settings.lend_cores else None
@@ -221,7 +221,7 @@ def node_commands(
         commands.append(
             ChildCommand(
                 name=name,
-                arguments=(*_python(f"{role}_node", settings), *flags, *_flags(settings, NodeOptions)),
+                arguments=_python(f"{role}_node", [*flags, *_flags(settings, NodeOptions)], settings.model),
                 environment={**shared, **thread_environment(shared, threads)},
                 descriptors=tuple(found for found in (core_table, weight_store) if found is not None),
             )
@@ -237,7 +237,7 @@ def router_command(
     if prefill:
         flags += ["--prefill-nodes", ",".join(prefill)]
     flags += ["--stop-timeout", str(settings.stop_timeout / 2)]  # the rest is for ending what then still runs
-    arguments = (*_python("router", settings), *flags, *_flags(settings, RouterOptions))
+    arguments = _python("router", [*flags, *_flags(settings, RouterOptions)], settings.model)
     return ChildCommand(name="router", arguments=arguments, environment=environment)
 
 
@@ -250,13 +250,14 @@ def successor(command: ChildCommand, ready: ReadyLine) -> ChildCommand:
         "--grpc-port": ready.get("grpc_address"),
         "--num-blocks": ready.get("num_host_blocks"),
     }
-    arguments = list(command.arguments)
+    end = command.arguments.index("--")  # of the flags
+    flags, model = list(command.arguments[:end]), command.arguments[end:]
     for flag, value in found.items():
         if value is not None:
-            if flag not in arguments:
-                arguments += [flag, ""]
-            arguments[arguments.index(flag) + 1] = str(value).rpartition(":")[2]
-    return replace(command, arguments=tuple(arguments))
+            if flag not in flags:
+                flags += [flag, ""]
+            flags[flags.index(flag) + 1] = str(value).rpartition(":")[2]
+    return replace(command, arguments=(*flags, *model))
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -264,8 +265,9 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
 
 
-def _python(module: str, settings: ServeSettings) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", module, settings.model, "--supervised")
+def _python(module: str, flags: Sequence[str], model: str) -> tuple[str, ...]:
+    """Returns the arguments of a child. The path of a model may begin with a dash, and so comes after all flags."""
+    return (sys.executable, "-P", "-m", module, "--supervised", *flags, "--", model)
 
 
 def _flags(settings: ServeSettings, options: type[ProcessSettings]) -> list[str]:
@@ -298,9 +300,9 @@ def _announce(settings: ServeSettings, ready: ReadyLine) -> None:
 
 
 def _say(message: str) -> None:
-    _standard_error.write("serve", message)
+    _standard_error.write_from("serve", message)
 
 
 def _note(event: str) -> None:
     """Says what has happened, with the time as in the lines of the log beside it."""
-    _standard_error.write("serve", f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {event}")
+    _standard_error.write_from("serve", f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {event}")

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from kvrelay.cli.standard_error import StandardError
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.errors import KVRelayError
+from kvrelay.core.process.standard_error import StandardError
 from kvrelay.core.tasks import end_tasks
 
 TAIL_LINES = 12
@@ -129,7 +129,7 @@ class Supervisor:
         """Takes the seconds between SIGTERM and SIGKILL, and a function that gets a child's name and each of its
         lines."""
         self._stop_timeout = stop_timeout
-        self._on_line = on_line or StandardError().write
+        self._on_line = on_line or StandardError().write_from
         self._groups: list[list[Child]] = []
 
     async def __aenter__(self) -> "Supervisor":

@@ -143,6 +143,9 @@ def test_the_error_says_that_an_address_is_of_another_kind(url: str, capsys: pyt
         assert f"what answers at {wrong} is not understood (" in errors
         assert "or with grpc:// for the gRPC port" in errors
     server.stop(None).wait()
+    wrong = url.replace("http://", "grpc://")
+    assert bench(["latency", "--url", wrong]) == 1
+    assert f"what answers at {wrong} speaks HTTP; give the router's gRPC address" in capsys.readouterr().err
 
 
 def test_the_error_says_that_an_address_answers_too_late(

@@ -2,9 +2,12 @@
 
 import io
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
@@ -98,6 +101,14 @@ def test_complete_prints_the_text(running: RunningRouter, capsys: pytest.Capture
     [request] = running.router.asked
     assert (request.temperature, request.seed, list(request.stop)) == (0.0, 7, ["x", "y"])
     assert not request.HasField("top_k") and not request.HasField("top_p"), "what is not set is the router's to choose"
+
+
+@pytest.mark.parametrize("argv", [("complete", "one two"), ("status",)])
+def test_an_answer_that_has_no_room_is_one_line(running: RunningRouter, argv: tuple[str, ...]) -> None:
+    command = [sys.executable, "-P", "-m", "kvrelay", *argv, "--url", running.url]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "kvrelay: cannot write the output: No space left on device\n")
 
 
 def test_what_limits_sampling_is_sent(running: RunningRouter) -> None:

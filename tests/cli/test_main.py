@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         status = ended.code
     assert status == 0
     assert f"usage: kvrelay {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("--version",), ("complete", "--help"), ("bench", "sweep", "--help")])
+def test_help_that_has_no_room_is_one_line(argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it, argparse loses its help without a word
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-P", "-m", "kvrelay", *argv]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "kvrelay: cannot write the output: No space left on device\n")
 
 
 @pytest.mark.parametrize("imported", [b" grpc._typing\n", b" grpc._cython.cygrpc\n"])  # before and after a compiled one

@@ -172,8 +172,10 @@ def test_router_understands_what_it_is_given() -> None:
 
 @pytest.mark.parametrize("name", ["-x", "--port", "a b", "it's", 'a"b', "a/b", "é"])
 def test_a_model_may_have_an_odd_name(name: str) -> None:
-    command = router_command(settings_of("m", f"--served-model-name={name}"), {}, prefill=[], decode=["d:1"])
-    assert child_settings(RouterSettings, command).served_model_name == name
+    settings = settings_of(f"--served-model-name={name}", "--", name)
+    command = successor(router_command(settings, {}, prefill=[], decode=["d:1"]), {"http_address": "127.0.0.1:41"})
+    router = child_settings(RouterSettings, command)
+    assert (router.model, router.served_model_name, router.port) == (name, name, 41)
 
 
 @pytest.mark.parametrize("name", [" ", "a ", "\n", "a\tb", "\x00", "\udcff"])

@@ -1,6 +1,7 @@
 """What a field of a process's settings is, by its annotation: an argument or a flag, a list, a secret."""
 
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -49,6 +50,11 @@ def is_secret(field: FieldInfo) -> bool:
     return SecretStr in _members(field.annotation)
 
 
+def is_number(field: FieldInfo) -> bool:
+    """Tells whether a setting may be a number, or a list of numbers."""
+    return any(found in (int, float) for found in _types(field.annotation))
+
+
 def is_verbatim(field: FieldInfo) -> bool:
     return any(isinstance(item, Verbatim) for item in field.metadata)
 
@@ -62,6 +68,15 @@ def placeholder_of(field: FieldInfo) -> str | None:
 def items_of(value: str, field: FieldInfo) -> list[str]:
     """Cuts the text of a list into its items."""
     return [value] if is_verbatim(field) else [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """Yields the types that an annotation allows, and in place of a list those of its items."""
+    for member in _members(annotation):
+        if get_origin(member) in (list, tuple, Annotated):
+            yield from _types(get_args(member)[0])
+        else:
+            yield member
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -1,17 +1,22 @@
 """The YAML file of a process's settings. A name that no setting has, or that comes twice, is an error."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic.fields import FieldInfo
 
+from kvrelay.core.config.fields import is_number
 from kvrelay.core.config.problems import nearest
 from kvrelay.core.errors import ConfigurationError
 
+_NOT_DECIMAL = re.compile(r"[-+]?0[0-9a-z_]|.*:", re.IGNORECASE)  # octal, binary, hexadecimal, in sixtieths
 
-def read_config_file(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Returns the settings in a file by name, dashes in names as underscores. `names` are those that a file may set.
+
+def read_config_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """Returns the settings in a file by name, dashes in names as underscores. `fields` are those that a file may set.
     Raises ConfigurationError, which says where the file is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -32,8 +37,12 @@ def read_config_file(path: Path, names: Collection[str]) -> dict[str, Any]:
         _refuse_twice(root, path)
     values = {_name(key): value for key, value in loaded.items()}
     for name in values:
-        if name not in names:
-            raise ConfigurationError(f"--config: {path}: there is no setting {name!r}{nearest(name, names)}")
+        if name not in fields:
+            raise ConfigurationError(f"--config: {path}: there is no setting {name!r}{nearest(name, fields)}")
+    if isinstance(root, yaml.MappingNode):
+        for key, value in root.value:
+            if (name := _name(key.value)) in fields and is_number(fields[name]):
+                _refuse_odd_numbers(name, value, path)
     return values
 
 
@@ -52,6 +61,19 @@ def _refuse_twice(root: yaml.MappingNode, path: Path) -> None:
                 f"--config: {path}: line {line} sets {name!r} again, after line {lines[name]}: remove one of them"
             )
         lines[name] = line
+
+
+def _refuse_odd_numbers(name: str, value: yaml.Node, path: Path) -> None:
+    """Raises ConfigurationError where a number, or one of a list, has a form in which YAML 1.1 sees something else than
+    a person who writes it."""
+    for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+        kind, text = node.tag.rpartition(":")[2], str(node.value)
+        if kind == "bool" or (kind in ("int", "float") and _NOT_DECIMAL.match(text)):
+            read = str(yaml.SafeLoader("").construct_object(node)).lower()
+            raise ConfigurationError(
+                f"--config: {path}: line {node.start_mark.line + 1}: {name} has to be a decimal number, not `{text}`"
+                + ("" if read == text else f", which YAML reads as {read}")
+            )
 
 
 def _place(error: yaml.YAMLError | UnicodeDecodeError) -> str:

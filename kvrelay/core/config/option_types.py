@@ -14,7 +14,7 @@ _IPV4 = r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){3}"
 def _host_port(address: str) -> str:
     host, _, port = address.rpartition(":")
     is_host = host and "/" not in host and (":" not in host or (host.startswith("[") and host.endswith("]")))
-    if not is_host or not port.isdecimal() or not 0 < int(port) <= 65535:
+    if not is_host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) <= 65535:
         raise ValueError(
             "must be a gRPC address, host:port, without a scheme or a path; IPv6 is written in brackets, [::1]:8001"
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvrelay.core.config.fields import argument_of, flag_of, is_secret, variable_of
+from kvrelay.core.config.fields import argument_of, flag_of, is_positional, is_secret, variable_of
 
 _USER_OF_URL = re.compile(r"//[^/]*@")
 _SERVICE_LINK = (
@@ -39,6 +39,10 @@ def explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
     problem = message.removeprefix("error parsing CLI: ")
     if problem.endswith("expected one argument"):
         problem += ", written --name=VALUE if it begins with a dash"
+    positional = next((argument_of(name, field) for name, field in fields.items() if is_positional(field)), None)
+    hint = f"; write -- before a {positional} that begins with a dash" if positional else ""
+    if problem.startswith("argument -h/--help: ignored"):  # it begins as -h does
+        return problem + hint
     marker = "unrecognized arguments: "
     if marker not in problem:
         return problem
@@ -49,7 +53,8 @@ def explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
     flags = {flag_of(name): argument_of(name, field) for name, field in fields.items()}
     if first in flags:
         return f"{flags[first]} is given without {first}"
-    return f"there is no setting {unknown!r}{nearest(first, [flag for flag in flags if flag == flags[flag]])}"
+    meant = nearest(first, [flag for flag in flags if flag == flags[flag]])
+    return f"there is no setting {unknown!r}{meant or ('' if first.startswith('--') else hint)}"
 
 
 def remedy(name: str, field: FieldInfo) -> str:

@@ -145,8 +145,10 @@ class _ConfigFileSource(InitSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         path = self.current_state.get("config")
-        names = [name for name in self.settings_cls.model_fields if name != "config"]
-        return {} if path is None else read_config_file(Path(path), names)
+        fields = {name: field for name, field in self.settings_cls.model_fields.items() if name != "config"}
+        if path == "":
+            raise ConfigurationError("--config: names no file; leave it out if there is none")
+        return {} if path is None else read_config_file(Path(path), fields)
 
 
 _PLACEHOLDERS = {
@@ -159,14 +161,18 @@ _PLACEHOLDERS = {
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter):
-    """The format of `--help`: no defaults that say nothing, and none of Python's types for lists, files and secrets."""
+    """The format of `--help`: no defaults that say nothing, and none of Python's types for lists, files and secrets. It
+    says which variables a client ignores."""
 
-    def __init__(self, fields: Mapping[str, FieldInfo], prog: str) -> None:
+    def __init__(self, cls: type[ProcessSettings], prog: str) -> None:
         super().__init__(prog)
-        self._placeholders = {name: placeholder_of(field) for name, field in fields.items()}
+        self._placeholders = {name: placeholder_of(field) for name, field in cls.model_fields.items()}
+        self._ignored = cls.model_fields.keys() - cls.names_in_environment()
 
     def _get_help_string(self, action: Action) -> str:
         said = re.sub(rf" \(default: ({_NOTHING}|\(\)|\**)\)$", "", action.help or "")
+        if action.dest in self._ignored:
+            said += f" {variable_of(action.dest)}, which is for servers, is ignored."
         return re.sub(r"\(default: \((.+)\)\)$", lambda match: f"(default: {_as_written(match[1])})", said)
 
     def _metavar_formatter(self, action: Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
@@ -192,7 +198,7 @@ def load_settings(cls: type[_Settings], argv: Sequence[str], *, prog: str) -> _S
         flags = CliSettingsSource[Any](
             cls,
             cli_prog_name=prog,
-            formatter_class=partial(_HelpFormatter, cls.model_fields),
+            formatter_class=partial(_HelpFormatter, cls),
             parse_args_method=partial(_parse_arguments, cls.model_fields),
         )
         flags.env_ignore_empty = False  # one that is given empty wins, too

@@ -2,12 +2,14 @@
 merged.
 
 A line is `2025-01-31T12:00:00.123Z INFO    decode-0 kvrelay.engine.scheduler: message`. Standard output stays free for
-what a program prints.
+what a program prints. A process never waits for the reader of its log, by which it would stop serving.
 """
 
 import logging
 import time
 from typing import Literal
+
+from kvrelay.core.process.standard_error import StandardError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -31,10 +33,24 @@ class _LineFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+class _StandardErrorHandler(logging.Handler):
+    """Writes each record to standard error, or loses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._standard_error = StandardError()  # the handler's lock lets one thread at a time in
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._standard_error.write(self.format(record))
+        except Exception:  # as the handlers of `logging` do
+            self.handleError(record)
+
+
 def configure_logging(process: str, level: str) -> None:
     """Sets up logging, called once by a process's `main`. `process` names the process in every line; `level` is a
     `LogLevel`. Libraries that log every call only log warnings."""
-    handler = logging.StreamHandler()
+    handler = _StandardErrorHandler()
     handler.setFormatter(_LineFormatter(process))
     root = logging.getLogger()
     root.handlers = [handler]

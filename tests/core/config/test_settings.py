@@ -119,6 +119,18 @@ def test_a_client_leaves_the_folder_of_the_model_to_the_server(
     assert load_settings(client, [*argv, "--model", "tiny"], prog="kvrelay").model_dump()["model"] == "tiny"
 
 
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda process: process.__name__)
+def test_help_names_the_variables_that_a_client_ignores(
+    process: type[ProcessSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(process, ["--help"], prog="process")
+    text = " ".join(capsys.readouterr().out.split())
+    ignored = [name for name in ("config", "model") if process.is_client and name in process.model_fields]
+    assert text.count("is for servers, is ignored.") == len(ignored)
+    assert all(f" KVRELAY_{name.upper()}, which is for servers, is ignored." in text for name in ignored)
+
+
 @pytest.mark.parametrize(
     "argv",
     [("--decode-nodes", "a:1,b:2"), ("--decode-nodes", "a:1", "--decode-nodes", "b:2"), ("--decode-nodes=a:1, b:2",)],
@@ -201,6 +213,9 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("--my-block-size", "3"), "did you mean --block-size?"),
         (("--co", "x"), "did you mean --config or --connector?"),
         (("another",), "one argument too many: 'another'"),
+        (("-hello there",), "'ello there'; write -- before a MODEL that begins with a dash\n"),
+        (("-5x",), "there is no setting '-5x'; write -- before a MODEL that begins with a dash\n"),
+        (("--config", ""), "--config: names no file"),
     ],
 )
 def test_a_wrong_flag_is_named_with_its_problem(
@@ -234,6 +249,13 @@ def test_every_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> 
         ("decode_nodes:", "--decode-nodes: Input should be a valid list, got None"),
         ("redis_url: 123456", "--redis-url: must be a text: write it in quotes\n"),
         ("redis_url: [redis://a, redis://b]", "--redis-url: must be one text, without brackets\n"),
+        ("port: true", "line 1: port has to be a decimal number, not `true`\n"),
+        ("wait: off", "line 1: wait has to be a decimal number, not `off`, which YAML reads as false\n"),
+        ("port: 1\nwait: 1:30", "line 2: wait has to be a decimal number, not `1:30`, which YAML reads as 90\n"),
+        ("wait: 1:30.5", "line 1: wait has to be a decimal number, not `1:30.5`, which YAML reads as 90.5\n"),
+        ("block-size: 0777", "line 1: block_size has to be a decimal number, not `0777`, which YAML reads as 511\n"),
+        ("max_model_len: -0x1F", "max_model_len has to be a decimal number, not `-0x1F`, which YAML reads as -31\n"),
+        ("rates:\n- 0.5\n- yes", "line 3: rates has to be a decimal number, not `yes`, which YAML reads as true\n"),
         ("decode_nodes: [on]", "--decode-nodes: must be a text: write it in quotes, got True"),
     ],
 )
@@ -248,6 +270,14 @@ def test_a_wrong_file_is_explained(
 def test_a_missing_file_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "nowhere.yaml"
     assert f"cannot read {path}: No such file" in failure(capsys, "m", "--config", str(path))
+
+
+def test_a_file_has_numbers_as_flags_have_them(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("port: 0\nblock_size: '32'\nmax_model_len:\nwait: 0.5\nrates: [1, 2.5e+1, 1e2]\nsupervised: on\n")
+    settings = load("m", "--config", str(path))
+    assert (settings.port, settings.block_size, settings.max_model_len, settings.wait) == (0, 32, None, 0.5)
+    assert (settings.rates, settings.supervised) == ((1, 25, 100), True)
 
 
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
