@@ -101,7 +101,7 @@ class Edge:
                     field=field,
                 )
             check_token_ids(token_ids, model.vocab_size, field=field)
-        return await self.tokenizer.decode_long(token_ids, skip_special_tokens=skip_special_tokens)
+            return await self.tokenizer.decode_long(token_ids, skip_special_tokens=skip_special_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ends a request with CancelledByPeerError, even before it begins; unknown ids are ignored."""

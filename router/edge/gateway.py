@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -199,7 +199,8 @@ class _Gateway:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._edge.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        page = await until_disconnect(request.receive, self._edge.metrics.page())
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._version})

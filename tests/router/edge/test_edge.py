@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -11,7 +11,7 @@ from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
-from router.request import RequestEvent, RequestTrace, RoutedRequest
+from router.request import RequestEvent, RequestTrace, RoutedRequest, ServedModel
 from tests.manual_clock import ManualClock
 from tests.router.edge.edge_parts import ScriptedRelay, counted, make_edge
 from tests.router.scripted_nodes import NAMESPACE
@@ -145,4 +145,18 @@ def test_a_failure_before_admission_is_counted_whatever_it_is(tokenizer: Tokeniz
         with pytest.raises(type(error)), edge.counting_errors():
             raise error
     assert counted(edge, "request_errors_total", code="UNAVAILABLE") == 1
+    assert counted(edge, "request_errors_total", code="INTERNAL") == 1
+
+
+class WiderRelay(ScriptedRelay):
+    """A relay whose model has more token ids than a tokenizer can count."""
+
+    def served_model(self) -> ServedModel:
+        return replace(super().served_model(), vocab_size=2**40)
+
+
+async def test_a_text_that_cannot_be_made_of_tokens_is_counted_as_failed(tokenizer: Tokenizer) -> None:
+    edge = make_edge(WiderRelay(tokenizer))
+    with pytest.raises(OverflowError):
+        await edge.detokenize([2**33], None, skip_special_tokens=False, field="tokens")
     assert counted(edge, "request_errors_total", code="INTERNAL") == 1
