@@ -146,6 +146,20 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
         (Target(_A_TTFT, most=0.4), Target(_B_TOKENS, least=3.0), *_LIGHT),
         rounds=2,
     ),
+    Comparison(  # what prefill nodes bring on the same two cores
+        "kvrelay-aggregated",
+        "kvrelay-aggregated",
+        ("--workloads", "A,B,D", "--together"),
+        (
+            Target(_A_TTFT),
+            Target(_B_TOKENS),
+            Target("D steady ITL p50"),
+            Target(_STEADY_ITL),
+            Target(_STEADY_TOKENS),
+            Target(_LONG_TTFT),
+        ),
+        rounds=2,
+    ),
     Comparison(
         "transformers",
         "transformers",

@@ -20,7 +20,7 @@ from bench.peers.base import Engine, Peer, PeerError, Setup
 from bench.peers.compare import Comparison, Findings, Ratio, ratios
 from bench.peers.in_process import WORKLOADS as IN_PROCESS_WORKLOADS
 from bench.peers.in_process import InProcessComparison, InProcessPeer, KvrelayOffline, Worker
-from bench.peers.kvrelay_server import Kvrelay
+from bench.peers.kvrelay_server import Kvrelay, KvrelayAggregated
 from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.openvino_genai import OpenVinoGenAi
 from bench.peers.processes import exit_on_signals
@@ -36,7 +36,7 @@ from kvrelay.core.config.settings import ProcessSettings, load_settings
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.process.cgroup import available_cores
 
-SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {
+SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp | KvrelayAggregated] = {
     "vllm-cpu": VllmCpu(),
     "vllm-cpu-small-chunks": VllmCpu("vllm-cpu-small-chunks", ("--max-num-batched-tokens", "256")),
     "vllm-cpu-nixl": VllmNixl("vllm-cpu-nixl", is_tuned=False),
@@ -44,6 +44,7 @@ SERVERS: Mapping[str, VllmCpu | VllmNixl | TransformersServe | LlamaCpp] = {
     "transformers": TransformersServe(),
     "llama-cpp": LlamaCpp(),
     "llama-cpp-f16": LlamaCpp("llama-cpp-f16", "f16"),
+    "kvrelay-aggregated": KvrelayAggregated(),
 }
 _SAMPLING = ("temperature", "top_k", "top_p")  # settings of a comparison that are those of its requests
 IN_PROCESS: Mapping[str, InProcessPeer] = {"openvino-genai": OpenVinoGenAi()}
@@ -57,6 +58,7 @@ PeerName = Literal[
     "transformers",
     "llama-cpp",
     "llama-cpp-f16",
+    "kvrelay-aggregated",
     "openvino-genai",
 ]
 
@@ -65,7 +67,8 @@ class PeersSettings(ProcessSettings):
     """Measure kvrelay and another engine in turn, on the same model and the same requests, and print ratios.
 
     The workloads A to D are described in bench/peers/workloads.py. openvino-genai has no server: it and kvrelay's
-    LLM each run A and B in a process of their own. Ctrl-C prints and writes what has been measured so far.
+    LLM each run A and B in a process of their own. kvrelay-aggregated is kvrelay itself, with one decode node and no
+    prefill node. Ctrl-C prints and writes what has been measured so far.
 
     Examples:
       python -m bench.peers --peer vllm-cpu --topology 0P+1D --workloads A,B,C

@@ -190,6 +190,19 @@ def test_ctrl_c_ends_without_a_traceback(
     assert capsys.readouterr().out.endswith("interrupted\n")
 
 
+def test_kvrelay_is_compared_with_one_node_of_its_own(
+    handlers: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    arguments = ["--shape", "tiny", "--workloads", "A", "--rounds", "1", "--scale", "0.2", "--together"]
+    folders = ["--directory", str(tmp_path), "--json-file", str(path)]
+    assert main(["--peer", "kvrelay-aggregated", *arguments, *folders]) == 0, capsys.readouterr().out
+    result = json.loads(path.read_text())
+    assert result["complete"] is True and result["peer"]["options"] == ["--prefill-nodes", "0"]
+    assert {one["engine"] for one in result["work"]} == {"kvrelay 1P+1D", "kvrelay-aggregated"}
+    assert all(value > 0 for ratio in result["ratios"] for value in ratio["by_round"])
+
+
 WORKER = """
 import json, sys
 job = json.load(open(sys.argv[2]))
