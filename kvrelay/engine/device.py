@@ -4,6 +4,7 @@ Invariant: the device is chosen once, before anything is loaded, and the log say
 """
 
 import importlib.util
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,12 +34,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process has for computing on a GPU. `torch_has_cuda` tells whether torch was built for CUDA or ROCm."""
+    """What this process has for computing on a GPU. `torch_has_cuda` tells whether torch was built for CUDA or ROCm,
+    `architectures` what its kernels were compiled for (`sm_90`, ...). They are empty if it does not say."""
 
     torch_has_cuda: bool
     has_triton: bool
     gpu: Gpu | None
     can_build: bool = True
+    architectures: tuple[str, ...] = ()
 
     @property
     def problem(self) -> tuple[str, str] | None:
@@ -50,6 +53,11 @@ class Machine:
         if self.gpu.capability is not None and self.gpu.capability < _OLDEST:
             has, needed = (".".join(map(str, version)) for version in (self.gpu.capability, _OLDEST))
             return f"{self.gpu.name} has compute capability {has}, the kernels need {needed}", "use a later GPU"
+        if not self._torch_has_kernels():
+            return (
+                f"this torch has kernels for {' '.join(self.architectures)}, none for {self.gpu.name}",
+                "install a torch built for this GPU (pytorch.org says how)",
+            )
         if not self.has_triton:
             return "the GPU kernels need triton", "install the package triton"
         if not self.can_build:
@@ -59,12 +67,19 @@ class Machine:
             )
         return None
 
+    def _torch_has_kernels(self) -> bool:
+        capability = None if self.gpu is None else self.gpu.capability
+        if capability is None or not self.architectures:
+            return True  # nothing says otherwise
+        return any(_runs(architecture, capability) for architecture in self.architectures)
+
 
 def look_at_machine() -> Machine:
     """Returns what this process has. It initialises the GPU's driver."""
     has_cuda = torch.version.cuda is not None or torch.version.hip is not None
     has_triton, gpu = importlib.util.find_spec("triton") is not None, _first_gpu()
-    return Machine(has_cuda, has_triton, gpu, can_build=gpu is None or not has_triton or can_build_launchers())
+    can_build = gpu is None or not has_triton or can_build_launchers()
+    return Machine(has_cuda, has_triton, gpu, can_build, tuple(torch.cuda.get_arch_list()))
 
 
 def can_build_launchers() -> bool:
@@ -107,3 +122,19 @@ def _first_gpu() -> Gpu | None:
     properties = torch.cuda.get_device_properties(0)
     capability = None if torch.version.hip is not None else (properties.major, properties.minor)
     return Gpu(properties.name, properties.total_memory, capability)
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Returns whether a GPU of this compute capability runs what was compiled for `architecture`. Machine code (`sm_`)
+    runs on its own version and on later minor ones, PTX (`compute_`), which the driver compiles, on all later ones.
+    With the suffix `a`, either runs on its own version only; with `f`, PTX runs where machine code does.
+
+    Source: https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html"""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if match is None:
+        return False
+    kind, major, minor, suffix = match.groups()
+    version = int(major), int(minor)
+    if suffix == "a":
+        return version == capability
+    return version <= capability and (version[0] == capability[0] or (kind, suffix) == ("compute", ""))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.device import Gpu, Machine, can_build_launchers, choose_device, look_at_machine
@@ -18,6 +19,9 @@ PROBLEMS = {
         True, True, GPU, can_build=False
     ),
     "T4 has compute capability 7.5, the kernels need 8.0: use": Machine(True, True, Gpu("T4", 16 << 30, (7, 5))),
+    "this torch has kernels for sm_80 sm_90, none for RTX 5090: install a torch built for this GPU": Machine(
+        True, True, Gpu("RTX 5090", 32 << 30, (12, 0)), architectures=("sm_80", "sm_90")
+    ),
 }
 
 
@@ -37,6 +41,34 @@ def test_without_a_usable_gpu_auto_takes_the_cpu_and_cuda_says_what_to_do(proble
 def test_a_rocm_gpu_is_not_refused_by_compute_capability() -> None:
     device, _ = choose_device("cuda", lambda: Machine(True, True, Gpu("MI300X", 192 << 30, None)))
     assert device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        ("sm_80 sm_90", (9, 0), True),
+        ("sm_80", (8, 9), True),
+        ("sm_89", (8, 6), False),
+        ("sm_80", (9, 0), False),
+        ("sm_100", (10, 3), True),
+        ("sm_90 compute_90", (12, 0), True),
+        ("compute_120", (9, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_100a", (10, 3), False),
+        ("compute_90a", (10, 0), False),
+        ("sm_100f", (10, 3), True),
+        ("compute_100f", (12, 0), False),
+        ("something new", (9, 0), False),
+        ("", (9, 0), True),  # torch does not say
+        ("gfx942", None, True),
+    ],
+)
+def test_a_gpu_is_used_if_torch_has_kernels_that_it_runs(
+    architectures: str, capability: tuple[int, int] | None, runs: bool
+) -> None:
+    gpu = Gpu("a GPU", 80 << 30, capability)
+    machine = Machine(True, True, gpu, architectures=tuple(architectures.split()))
+    assert choose_device("auto", lambda: machine)[0].type == ("cuda" if runs else "cpu")
 
 
 def test_device_cpu_does_not_initialise_the_driver() -> None:
@@ -78,6 +110,8 @@ def test_modules_that_cannot_be_loaded_are_noticed(monkeypatch: pytest.MonkeyPat
     assert not can_build_launchers()
 
 
-def test_this_machine_is_described() -> None:
+def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90", "compute_90"])  # of a torch that is for GPUs
     machine = look_at_machine()
+    assert machine.architectures == ("sm_90", "compute_90")
     assert machine.has_triton and (machine.gpu is None or machine.torch_has_cuda)

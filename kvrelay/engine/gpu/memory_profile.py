@@ -1,7 +1,7 @@
 """How much of a GPU's memory is left for the pool. What the largest step needs is measured, not estimated.
 
-Invariant: the engine's memory (weights, the largest step, recorded steps, pool) stays below its share of the GPU's
-memory, and below what is free when the pool is made.
+Invariant: the engine's memory (weights, the largest step, recorded steps, pool, and an estimate of the CUDA context)
+stays below its share of the GPU's memory, and below what is free when the pool is made.
 """
 
 import logging
@@ -25,6 +25,9 @@ DEFAULT_UTILIZATION = 0.9
 
 _logger = logging.getLogger(__name__)
 _GRAPH_BYTES = 8 << 20  # an estimate of the driver's memory for one recorded step
+# An estimate of the CUDA context and the loaded kernels, which torch does not count. It cannot be measured where nodes
+# share a GPU: the driver says how much of the GPU is in use, but not reliably by whom.
+_CONTEXT_BYTES = 512 << 20
 _GIB = 1 << 30
 _ALL_THAT_CAN_BE_ASKED_FOR = SamplingParams(seed=0, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
 # Products with quantised weights are launched differently for these numbers of rows.
@@ -44,10 +47,11 @@ class MemoryProfile:
     graphs: int
 
     def pool_bytes(self, utilization: float) -> int:
-        """Returns how much the pool may take if the engine may use the share `utilization` of the GPU's memory.
+        """Returns how much the pool may take if the process may use the share `utilization` of the GPU's memory.
         Negative if even the rest does not fit."""
         needed = self.step + self.graphs
-        return min(int(self.total * utilization) - self.resident - needed, self.free - needed)
+        share = int(self.total * utilization)
+        return min(share - _CONTEXT_BYTES - self.resident, self.free) - needed
 
 
 def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: float, num_blocks: int) -> int:
@@ -57,8 +61,8 @@ def blocks_that_fit(profile: MemoryProfile, layout: KVLayout, *, utilization: fl
     wanted = max(1, num_blocks) * layout.block_bytes
     summary = (
         f"{profile.total / _GIB:.1f} GiB GPU of which {utilization:.0%} may be used and {profile.free / _GIB:.1f} GiB "
-        f"are free; weights {profile.resident / _GIB:.1f} GiB, the largest step {profile.step / _GIB:.1f} GiB, "
-        f"recorded steps {profile.graphs / _GIB:.1f} GiB"
+        f"are free; CUDA context {_CONTEXT_BYTES / _GIB:.1f} GiB, weights {profile.resident / _GIB:.1f} GiB, "
+        f"the largest step {profile.step / _GIB:.1f} GiB, recorded steps {profile.graphs / _GIB:.1f} GiB"
     )
     if pool_bytes < wanted:
         asked = f"{num_blocks} KV blocks need" if num_blocks else "one KV block needs"
