@@ -36,8 +36,8 @@ from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
-from kvrelay.node.block_copy import choose_copy
-from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
+from kvrelay.node.transfers.block_copy import choose_copy
+from kvrelay.node.transfers.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 
 BLOCK_SIZES = {
     "128 KiB": KVLayout(num_kv_heads=2, num_layers=16, block_size=16, head_dim=64, dtype="bfloat16"),

@@ -91,7 +91,7 @@ class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
                 is_due = now() >= due
                 update = decode_node_pb2.DecodeUpdate()
                 for request_id in fresh:
-                    update.events.add(request_id=request_id).admitted.num_cached_tokens = 0
+                    update.events.add(request_id=request_id).prompt_computed.num_cached_tokens = 0
                 for request_id in list(left) if is_due else fresh:
                     if request_id in left:
                         _add_token(update, request_id, left)

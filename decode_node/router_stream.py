@@ -8,11 +8,12 @@ they were sent.
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 
-from kvrelay.core.errors import InvalidRequestError, KVRelayError, status_of
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.node_report import FetchReport
+from kvrelay.core.rpc.errors import rich_status
 from kvrelay.core.rpc.wire import fetch_report_to_wire, fill_output, prompt_logprobs_to_wire
-from kvrelay.engine.request import PromptOutput
+from kvrelay.engine.step_result import PromptOutput
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 
@@ -49,20 +50,18 @@ class RouterStream:
     def send_prompt(self, prompt: PromptOutput, fetches: FetchReport, *, with_logprobs: bool) -> None:
         """Reports a prompt that was computed here after `fetches`, before its first token. Requested log-probabilities
         are sent even if there are none, as for a prompt of one token."""
-        admitted = pb.Admitted(
+        computed = pb.PromptComputed(
             num_cached_tokens=prompt.num_cached_tokens,
             num_fetched_tokens=fetches.num_tokens,
             fetches=fetch_report_to_wire(fetches),
         )
-        self.send(pb.DecodeEvent(request_id=prompt.request_id, admitted=admitted))
+        self.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_computed=computed))
         if with_logprobs:
             logprobs = prompt_logprobs_to_wire(prompt.prompt_logprobs)
             self.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_logprobs=logprobs))
 
     def send_failure(self, request_id: str, error: KVRelayError) -> None:
-        code = status_of(error).grpc_code.value[0]
-        field = error.field if isinstance(error, InvalidRequestError) else None
-        failed = pb.DecodeFailed(code=code, message=str(error), field=field or "")
+        failed = pb.DecodeFailed(status=rich_status(error).SerializeToString())
         self.send(pb.DecodeEvent(request_id=request_id, failed=failed))
 
     def close(self) -> None:

@@ -1,10 +1,9 @@
 """The decode service. The life of a request:
 
 1. `Admit` adds the request to the engine, with its output so far if it began on another node. With `local_prefill` no
-   other command follows: blocks that others hold are fetched first, the rest is computed (then `admitted` reports how
-   much was fetched), and the stream brings the tokens from the first new one on.
-2. Otherwise the engine reserves every block that the given tokens need and finds those that are here already, which
-   `admitted` reports to the router.
+   other command follows: blocks that others hold are fetched first, the rest is computed (then `prompt_computed`
+   reports how much was fetched), and the stream brings the tokens from the first new one on.
+2. Otherwise the engine reserves every block that the given tokens need (`admitted`), of which some may be here already.
 3. `Pull` says which blocks can be fetched; a `Receiver` fetches them, and the connector verifies them, while the
    prefill node computes the next chunk. Blocks that do not arrive are requested from other holders, then from the
    store. Those that nobody has are reported to the router (`kv_missing`), which names another prefill node or says that
@@ -37,7 +36,8 @@ from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.rpc.calls import Context
 from kvrelay.core.rpc.wire import fetch_report_to_wire, held_from_wire, output_from_wire, source_from_wire
-from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.step_result import Reservation, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, deadline_after
@@ -140,7 +140,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             _logger.error("request %s was admitted twice; the second one is ignored", admit.request_id)
             return
         try:
-            self._node.require_accepting()
+            self._node.require_accepting(admit.epoch)
             if admit.request_id in self._active:
                 raise InvalidRequestError(f"another router runs a request {admit.request_id}", field="request_id")
             request = engine_request_from_wire(
@@ -149,7 +149,6 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 vocab_size=self._node.identity.vocab_size,
                 has_store=self._node.connector.has_store,
             )
-            self._node.require_room(request)
         except KVRelayError as error:
             stream.send_failure(admit.request_id, error)
             return
@@ -243,8 +242,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         reception = self._run_reception(decode, receiver, reservation)
         decode.reception = receiver.start(reception, partial(self._give_up, reservation.request_id))
         if not is_local:
-            admitted = pb.Admitted(num_cached_tokens=reservation.num_cached_tokens)
-            decode.stream.send(pb.DecodeEvent(request_id=reservation.request_id, admitted=admitted))
+            decode.stream.send(pb.DecodeEvent(request_id=reservation.request_id, admitted=pb.Admitted()))
 
     def _on_missing(self, request_id: str, num_tokens: int) -> None:
         decode = self._active.get(request_id)

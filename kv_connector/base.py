@@ -108,6 +108,18 @@ class KVConnector(Protocol):
         ...
 
 
+class WithoutStore:
+    """What a backend that has no store does about one. A base of such backends."""
+
+    has_store = False
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        """Does nothing: `retract` has withdrawn the blocks."""
+
+    async def finish_storing(self) -> None:
+        """Does nothing: nothing is stored."""
+
+
 class HostConnector(KVConnector, Protocol):
     """A backend for a pool in host memory. Call `allocate` first, exactly once. A `StagedConnector` serves a pool on a
     device through such a backend."""

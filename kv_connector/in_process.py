@@ -6,7 +6,7 @@ Invariant: a block is reported as fetched only if its header was still visible (
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer, WithoutStore
 from kv_connector.header import Mismatch
 from kv_connector.pool import CopyPayload, LocalPool, copy_payload, slices
 from kv_connector.shared_pool import SharedPool
@@ -14,7 +14,6 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
@@ -30,11 +29,10 @@ class InProcessHub:
         self.pools: dict[str, SharedPool[LocalPool]] = {}
 
 
-class InProcessConnector:
+class InProcessConnector(WithoutStore):
     """Implements HostConnector between the nodes of one hub. `copy` copies a payload and digests what arrived."""
 
     name = "in_process"
-    has_store = False
 
     def __init__(self, hub: InProcessHub, *, clock: Clock | None = None, copy: CopyPayload = copy_payload) -> None:
         self.stats = ConnectorStats()
@@ -72,12 +70,6 @@ class InProcessConnector:
         shared = self._shared
         if shared is not None:
             shared.remove(block_ids)
-
-    async def discard(self, names: Sequence[BlockHash]) -> None:
-        """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
-
-    async def finish_storing(self) -> None:
-        """Does nothing: there is no store."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)

@@ -27,11 +27,13 @@ import grpc
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import InvalidRequestError, KVRelayError, NotFiniteError
 from kvrelay.core.generation.outputs import TokenOutput
+from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.core.kv.source import HeldBlocks
 from kvrelay.core.node_report import NOTHING_FETCHED, FetchReport, NodeRole
 from kvrelay.core.rpc.calls import Context
 from kvrelay.core.rpc.wire import fetch_report_to_wire, held_from_wire, output_to_wire, prompt_logprobs_to_wire
-from kvrelay.engine.request import EngineLoad, EngineRequest, KVRole, PromptOutput, Reservation, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.step_result import EngineLoad, PromptOutput, Reservation, StepResult
 from kvrelay.node.engine_request import engine_request_from_wire
 from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver, deadline_after
@@ -91,16 +93,15 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     # -- the service -------------------------------------------------------------------------------------------------
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncGenerator[pb.PrefillEvent, None]:
-        self._node.require_accepting()
+        self._node.require_accepting(request.epoch)
         engine_request = engine_request_from_wire(
             request,
             KVRole.PRODUCE,
             vocab_size=self._node.identity.vocab_size,
             has_store=self._node.connector.has_store,
         )
-        self._node.require_room(engine_request)
         request_id = engine_request.request_id
-        num_blocks = -(-len(engine_request.given_token_ids) // self._node.engine_config.block_size)
+        num_blocks = num_blocks_for(len(engine_request.given_token_ids), self._node.engine_config.block_size)
         if request_id in self._active or request_id in self._leases:
             raise InvalidRequestError(f"request {request_id} is running already", field="request_id")
         prefill = self._active[request_id] = _Prefill(

@@ -4,7 +4,7 @@ Only the end of a lease lets them go on then. Invariant: progress is never taken
 from the engine itself, which could have made a step since the load before.
 """
 
-from kvrelay.engine.request import EngineLoad
+from kvrelay.engine.step_result import EngineLoad
 
 _PATIENT_LOOKS = 10  # in which the same request may lack room while others, of a higher priority, go on
 

@@ -2,6 +2,7 @@
 nothing is imported."""
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,6 +153,17 @@ def test_no_code_from_data(module: Module) -> None:
     for node in ast.walk(module.tree()):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in FORBIDDEN_CALLS, f"{module.name}:{node.lineno} calls {node.func.id}"
+
+
+@pytest.mark.parametrize("module", [one for one in OURS if one.package != "paged_kernels"], ids=by_name)
+def test_errors_are_of_the_tree(module: Module) -> None:
+    """A private one may be of another kind: it stays in its module."""
+    for node in ast.walk(module.tree()):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "KVRelayError":
+            kinds = [getattr(builtins, base.id, None) for base in node.bases if isinstance(base, ast.Name)]
+            assert not [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseException)], (
+                f"{module.name}: {node.name} is no KVRelayError"
+            )
 
 
 @pytest.mark.parametrize("module", OURS, ids=by_name)

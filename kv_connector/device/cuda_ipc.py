@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kv_connector.base import FetchOutcome, FetchOutcomes
-from kv_connector.device.memory import MAX_HANDLE_BYTES, BlockCopy, PeerMemory
+from kv_connector.base import FetchOutcome, FetchOutcomes, WithoutStore
+from kv_connector.device.memory import BlockCopy, PeerMemory
 from kv_connector.device.pool import DevicePool
 from kv_connector.pool import slices
 from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers, open_segment, sweep_and_log
@@ -23,7 +23,6 @@ from kv_connector.stats import ConnectorStats
 from kv_connector.verdict import Verdict
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import KVError
-from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
@@ -48,12 +47,11 @@ class _Open:
     reader: SegmentReader[_DevicePeer]
 
 
-class CudaIpcConnector:
+class CudaIpcConnector(WithoutStore):
     """Implements DeviceConnector. The endpoint is the segment's file name, in the directory that all nodes of a host
     share."""
 
     name = "cuda_ipc"
-    has_store = False
 
     def __init__(self, settings: SharedMemorySettings) -> None:
         self.stats = ConnectorStats()
@@ -69,7 +67,6 @@ class CudaIpcConnector:
         assert self._state is None, "serve is called once"
         sweep_and_log(self._directory)
         handle = pool.memory.export()
-        assert len(handle) <= MAX_HANDLE_BYTES
         segment = OwnedSegment(self._directory, node_id, epoch, pool.layout, pool.num_blocks, device_handle=handle)
 
         def copy(peer: _DevicePeer, block_ids: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
@@ -96,12 +93,6 @@ class CudaIpcConnector:
         state = self._state
         if state is not None:
             state.segment.slots.clear(block_ids)
-
-    async def discard(self, names: Sequence[BlockHash]) -> None:
-        """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
-
-    async def finish_storing(self) -> None:
-        """Does nothing: there is no store."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         return await self._require().reader.fetch(source, blocks, timeout=timeout)

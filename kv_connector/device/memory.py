@@ -6,8 +6,6 @@ from typing import Protocol
 
 from kv_connector.base import PoolBuffer
 
-MAX_HANDLE_BYTES = 1024
-
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
@@ -109,8 +107,9 @@ class DirectMemory(DeviceMemory, Protocol):
         ...
 
     def export(self) -> bytes:
-        """Returns the handle with which other processes of this host map the pool: at most `MAX_HANDLE_BYTES`, to be
-        kept from everybody else. The pool is neither moved nor freed before all have closed it or this process ends."""
+        """Returns the handle with which other processes of this host map the pool: at most `MAX_HANDLE_BYTES` of
+        `segments/segment.py`, to be kept from everybody else. The pool is neither moved nor freed before all have
+        closed it or this process ends."""
         ...
 
     def open(self, handle: bytes, num_blocks: int) -> PeerMemory:

@@ -35,7 +35,7 @@ class StagedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class SlotClaims:
     """The result of `StagedCopies.claim`: `copies` are to be made, those in `existing` only to be offered again; the
     slots in `given_up` held older copies until now; `num_refused` blocks get no slot, since all are claimed."""
 
@@ -55,7 +55,7 @@ class StagedCopies:
         self._generations = [0] * num_blocks  # per block of the pool, grows when it is retracted
         self._lock = threading.Lock()  # held for dictionary updates only
 
-    def claim(self, blocks: Sequence[NamedBlock], *, offer_again: bool) -> Claims:
+    def claim(self, blocks: Sequence[NamedBlock], *, offer_again: bool) -> SlotClaims:
         """Claims slots for the blocks that have no copy yet, until `commit` or `free`; with `offer_again` also those of
         the copies that are there, until `commit`."""
         copies: list[StagedBlock] = []
@@ -74,7 +74,7 @@ class StagedCopies:
                 slot = self._take(block.block_id, given_up)
                 if slot is not None:
                     copies.append(StagedBlock(block, slot, self._generations[block.block_id]))
-        return Claims(tuple(copies), tuple(existing), tuple(given_up), len(wanted) - len(copies))
+        return SlotClaims(tuple(copies), tuple(existing), tuple(given_up), len(wanted) - len(copies))
 
     def standing(self, copies: Sequence[StagedBlock]) -> list[StagedBlock]:
         """Returns the copies whose blocks have not changed since."""

@@ -31,12 +31,12 @@ from kv_connector.header import Mismatch
 from kv_connector.pool import Rows
 from kv_connector.segments.slots import SLOT_BYTES, OwnedSlots, PeerSlots
 from kv_connector.settings import SharedMemorySettings
-from kvrelay.core.errors import ConfigurationError, KVError
+from kvrelay.core.errors import ConfigurationError, KVError, KVRelayError
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.source import KVSource
 
 SEGMENT_VERSION = 1
-HANDLE_ROOM = 4096
+MAX_HANDLE_BYTES = 4092  # a page with its length
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a predictable file: created exclusively, below
 _MAGIC = b"KVRELAY\0"
@@ -93,7 +93,8 @@ class Preamble:
     @property
     def file_bytes(self) -> int:
         pool_bytes = self.num_blocks * self.geometry.block_bytes
-        return self.pool_offset + _page_aligned(HANDLE_ROOM if self.on_device else pool_bytes)
+        handle_bytes = _HANDLE_LENGTH.size + MAX_HANDLE_BYTES
+        return self.pool_offset + _page_aligned(handle_bytes if self.on_device else pool_bytes)
 
     def encode(self) -> bytes:
         return _PREAMBLE.pack(
@@ -121,7 +122,7 @@ class Preamble:
         return preamble
 
 
-class SegmentRemovedError(Exception):
+class SegmentRemovedError(KVRelayError):
     """Somebody has removed the file of a segment. Not a KVError: no peer will ever map this pool, until its node makes
     another one."""
 
@@ -149,7 +150,7 @@ class OwnedSegment:
             _reserve(self._fd, self.path, self.preamble)
             os.pwrite(self._fd, self.preamble.encode(), 0)
             if device_handle is not None:
-                assert len(device_handle) <= HANDLE_ROOM - _HANDLE_LENGTH.size
+                assert len(device_handle) <= MAX_HANDLE_BYTES
                 handle = _HANDLE_LENGTH.pack(len(device_handle)) + device_handle
                 os.pwrite(self._fd, handle, self.preamble.pool_offset)
             self.mapping = mmap.mmap(self._fd, self.preamble.file_bytes)
@@ -177,11 +178,11 @@ class OwnedSegment:
 
 class PeerSegment:
     """A segment as peers see it, mapped read-only. Used by one thread. `rows`: the pool, `[num_blocks, block_bytes]`,
-    if it is in the segment."""
+    none if it is in device memory. `device_handle`: how we map it there, empty if it is in the segment."""
 
     def __init__(self, directory: Path, name: str, *, on_device: bool = False) -> None:
-        """Raises OSError when there is no such file or it is another user's, KVError when it is not a segment or
-        `on_device` is wrong."""
+        """Raises OSError when there is no such file or it is another user's, KVError when it is not a segment,
+        `on_device` is wrong, or the handle is none."""
         if not _NAME.fullmatch(name):
             raise KVError(f"{name!r} does not name a kvrelay segment")
         self._fd = _open(directory / name)
@@ -193,28 +194,20 @@ class PeerSegment:
             self.preamble = Preamble.decode(os.pread(self._fd, _PREAMBLE.size, 0), file_bytes)
             if self.preamble.on_device != on_device:
                 raise KVError(f"the pool of {name!r} is {'' if self.preamble.on_device else 'not '}in device memory")
+            self.device_handle = _read_handle(self._fd, self.preamble.pool_offset) if on_device else b""
             self._mapping: mmap.mmap | None = mmap.mmap(self._fd, file_bytes, prot=mmap.PROT_READ)
         except BaseException:
             os.close(self._fd)
             raise
         num_blocks, block_bytes = self.preamble.num_blocks, self.preamble.geometry.block_bytes
         self.slots = PeerSlots(self._mapping, self.preamble.geometry, num_blocks, offset=mmap.PAGESIZE)
-        pool_shape = (1, HANDLE_ROOM) if on_device else (num_blocks, block_bytes)
-        pool = np.frombuffer(self._mapping, np.uint8, pool_shape[0] * pool_shape[1], self.preamble.pool_offset)
-        self.rows: Rows = pool.reshape(pool_shape)
+        num_rows = 0 if on_device else num_blocks
+        pool = np.frombuffer(self._mapping, np.uint8, num_rows * block_bytes, self.preamble.pool_offset)
+        self.rows: Rows = pool.reshape(num_rows, block_bytes)
 
     @property
     def closed(self) -> bool:
         return self._mapping is None
-
-    @property
-    def device_handle(self) -> bytes:
-        """Returns the handle by which we map a pool in device memory. Raises KVError when it is not one."""
-        room = self.rows.tobytes()
-        (length,) = _HANDLE_LENGTH.unpack_from(room)
-        if length > HANDLE_ROOM - _HANDLE_LENGTH.size:
-            raise KVError(f"a device handle of {length} bytes")
-        return room[_HANDLE_LENGTH.size : _HANDLE_LENGTH.size + length]
 
     def owner_is_alive(self) -> bool:
         """Tells whether the owner has neither closed the segment nor died."""
@@ -243,6 +236,14 @@ class PeerSegment:
 
 def _page_aligned(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _read_handle(fd: int, offset: int) -> bytes:
+    """Returns the handle of a pool in device memory. Raises KVError when it is not one."""
+    (length,) = _HANDLE_LENGTH.unpack(os.pread(fd, _HANDLE_LENGTH.size, offset))
+    if length > MAX_HANDLE_BYTES:
+        raise KVError(f"a device handle of {length} bytes")
+    return os.pread(fd, length, offset + _HANDLE_LENGTH.size)
 
 
 def _open(path: Path) -> int:
@@ -288,9 +289,14 @@ def _reserve(fd: int, path: Path, preamble: Preamble) -> None:
                 raise ConfigurationError(
                     f"cannot reserve {needed / 2**30:.2f} GiB in {path.parent}: {error.strerror}"
                 ) from error
+    if preamble.on_device:
+        need = f"headers of {preamble.num_blocks} KV blocks in device memory need {needed / 2**20:.1f} MiB"
+        has = f"{free / 2**20:.1f} MiB"
+    else:
+        need = f"the KV pool of {preamble.num_blocks} blocks needs {needed / 2**30:.2f} GiB"
+        has = f"{free / 2**30:.2f} GiB"
     raise ConfigurationError(
-        f"the KV pool of {preamble.num_blocks} blocks needs {needed / 2**30:.2f} GiB of shared memory, "
-        f"but {path.parent} has {free / 2**30:.2f} GiB free: "
+        f"{need} of shared memory, but {path.parent} has {has} free: "
         "use fewer blocks (--num-blocks), give the file system more space (docker: --shm-size), "
         "or set another directory (--shared-memory-dir)"
     )

@@ -9,7 +9,7 @@ from any thread.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_connector.base import FetchOutcomes, PoolBuffer
+from kv_connector.base import FetchOutcomes, PoolBuffer, WithoutStore
 from kv_connector.pool import CopyRows, LocalPool, copy_rows, slices
 from kv_connector.segments.mapped_peers import MappedPeer, MappedPeers, open_segment, sweep_and_log
 from kv_connector.segments.prefault import Prefault
@@ -21,7 +21,6 @@ from kv_connector.verdict import Verdict
 from kv_connector.worker import Worker
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
@@ -46,12 +45,11 @@ class _Open:
     reader: SegmentReader[MappedPeer]
 
 
-class SharedMemoryConnector:
+class SharedMemoryConnector(WithoutStore):
     """Implements HostConnector. The endpoint is the segment's file name, in the directory that is configured at the
     peer."""
 
     name = "shared_memory"
-    has_store = False
 
     def __init__(
         self, settings: SharedMemorySettings, *, copy: CopyRows = copy_rows, clock: Clock | None = None
@@ -103,12 +101,6 @@ class SharedMemoryConnector:
         state = self._state
         if state is not None:
             state.segment.slots.clear(block_ids)
-
-    async def discard(self, names: Sequence[BlockHash]) -> None:
-        """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
-
-    async def finish_storing(self) -> None:
-        """Does nothing: there is no store."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         return await self._require().reader.fetch(source, blocks, timeout=timeout)

@@ -17,8 +17,9 @@ _BATCH_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A block, and its `generation` when it was published; once that has changed, the content is gone."""
+class Offer:
+    """An offer of a block to the store. `generation`: the block's when it was published; once that has changed, the
+    content is gone."""
 
     block: NamedBlock
     generation: int
@@ -27,23 +28,23 @@ class Claim:
 class Backlog:
     """A queue, of which a background task gives everything to `store`."""
 
-    def __init__(self, store: Callable[[Sequence[Claim]], Awaitable[object]]) -> None:
+    def __init__(self, store: Callable[[Sequence[Offer]], Awaitable[object]]) -> None:
         self._store = store
-        self._claims: OrderedDict[int, Claim] = OrderedDict()  # by block id, the next one first
+        self._offers: OrderedDict[int, Offer] = OrderedDict()  # by block id, the next one first
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, claims: Sequence[Claim]) -> None:
+    def add(self, offers: Sequence[Offer]) -> None:
         """Queues blocks; one that waits already keeps its place, unless its content has changed. Raises what `store`
         has raised since, which has ended the task; `store` has to handle every error that can be expected."""
         if self._task is not None and self._task.done():
             task, self._task = self._task, None
             task.result()
-        for claim in claims:
-            if self._claims.get(claim.block.block_id) == claim:
+        for offer in offers:
+            if self._offers.get(offer.block.block_id) == offer:
                 continue
-            self._claims[claim.block.block_id] = claim
-            self._claims.move_to_end(claim.block.block_id)
-        if self._claims and self._task is None:
+            self._offers[offer.block.block_id] = offer
+            self._offers.move_to_end(offer.block.block_id)
+        if self._offers and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="kv backlog")
 
     async def emptied(self) -> None:
@@ -54,12 +55,12 @@ class Backlog:
     async def close(self) -> int:
         """Drops the blocks that still wait, and ends the task. Returns how many these were, without those that `store`
         was given."""
-        num_dropped = len(self._claims)
-        self._claims.clear()
+        num_dropped = len(self._offers)
+        self._offers.clear()
         await end_tasks(self._task)
         return num_dropped
 
     async def _run(self) -> None:
-        while self._claims:
-            num_blocks = min(_BATCH_BLOCKS, len(self._claims))
-            await self._store([self._claims.popitem(last=False)[1] for _ in range(num_blocks)])
+        while self._offers:
+            num_blocks = min(_BATCH_BLOCKS, len(self._offers))
+            await self._store([self._offers.popitem(last=False)[1] for _ in range(num_blocks)])

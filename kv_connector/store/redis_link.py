@@ -22,7 +22,7 @@ from redis.exceptions import InvalidResponse, RedisError
 from kv_connector.settings import RedisSettings
 from kvrelay.core.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock
-from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.errors import ConfigurationError, KVRelayError
 
 _MIN_CONCLUSIVE_TIMEOUT = 0.25  # seconds; running out of less time than that says nothing about the server
 
@@ -31,7 +31,7 @@ _MIN_CONCLUSIVE_TIMEOUT = 0.25  # seconds; running out of less time than that sa
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
-class CircuitOpenError(Exception):
+class CircuitOpenError(KVRelayError):
     """The server has failed too often lately, so no request was sent to it."""
 
 

@@ -22,7 +22,7 @@ from kv_connector.header import HEADER_BYTES, BlockHeader, Mismatch
 from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
-from kv_connector.store.backlog import Backlog, Claim
+from kv_connector.store.backlog import Backlog, Offer
 from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, answer_of, described
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.breaker import Permit
@@ -50,8 +50,8 @@ class _Open:
     def __post_init__(self) -> None:
         self.generations = [0] * self.pool.buffer.num_blocks
 
-    def stands(self, claim: Claim) -> bool:
-        return self.generations[claim.block.block_id] == claim.generation
+    def stands(self, offer: Offer) -> bool:
+        return self.generations[offer.block.block_id] == offer.generation
 
 
 class RedisConnector:
@@ -68,7 +68,7 @@ class RedisConnector:
         self._clock: Clock = clock or MonotonicClock()
         self._outages = Outages(self._clock.now)
         self._link = RedisLink(settings, self._clock)
-        self._failure: Exception | None = None  # that ended the last offer, if one did
+        self._failure: Exception | None = None  # that ended the last `_offer`, if one did
         self._writing = asyncio.Lock()  # held while SETs are under way, and while a discarded block is deleted
         self._state: _Open | None = None
 
@@ -89,10 +89,10 @@ class RedisConnector:
 
     async def publish(self, blocks: Sequence[NamedBlock]) -> None:
         state = self._require()
-        claims = [Claim(block, state.generations[block.block_id]) for block in blocks]
+        offers = [Offer(block, state.generations[block.block_id]) for block in blocks]
         if state.backlog is not None:
-            state.backlog.add(claims)
-        elif await self._offer(claims) == 0 and blocks:
+            state.backlog.add(offers)
+        elif await self._offer(offers) == 0 and blocks:
             if isinstance(self._failure, AuthenticationError):
                 raise AccessDeniedError("Redis wants another user or password than --redis-url has")
             raise KVError(f"none of {len(blocks)} blocks could be published to Redis")
@@ -166,65 +166,65 @@ class RedisConnector:
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    async def _offer(self, claims: Sequence[Claim]) -> int:
+    async def _offer(self, offers: Sequence[Offer]) -> int:
         """Stores blocks, except those that have lost their content meanwhile; returns how many Redis has now."""
         state = self._require()
         self._failure = None
-        if not claims:
+        if not offers:
             return 0  # without an exchange, which would count as a success of a server that was sent nothing
         held = lost = 0
         try:
-            held, absent = await self._renew(claims)
+            held, absent = await self._renew(offers)
             for part in slices(absent, state.pool.block_bytes, self._settings.batch_bytes):
                 permit = self._link.writes.admit()
                 if permit is None:
-                    self.stats.skipped += len(claims) - held - lost
+                    self.stats.skipped += len(offers) - held - lost
                     break
                 stored, gone = await self._store(state, part, permit)
                 held += stored
                 lost += gone
         except CircuitOpenError:
-            self.stats.skipped += len(claims) - held - lost
+            self.stats.skipped += len(offers) - held - lost
         except UNREACHABLE as error:
             self._failure = error
             self._outages.failed("publishing to Redis", "publishing to Redis failed: %s", described(error))
         else:
             self._outages.succeeded("publishing to Redis")
         self.stats.lost_unstored += lost
-        self.stats.failed += len(claims) - held - lost
+        self.stats.failed += len(offers) - held - lost
         return held
 
-    async def _renew(self, claims: Sequence[Claim]) -> tuple[int, list[Claim]]:
+    async def _renew(self, offers: Sequence[Offer]) -> tuple[int, list[Offer]]:
         """Restarts the TTL of the blocks that Redis holds. Returns how many these are, and those that it lacks. A block
         for which it refuses that is among neither: what refuses an EXPIRE refuses as a rule a SET as well."""
         async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
-            for claim in claims:
-                pipe.expire(self._key(claim.block.block_hash), self._settings.ttl_seconds)
+            for offer in offers:
+                pipe.expire(self._key(offer.block.block_hash), self._settings.ttl_seconds)
             answers: list[Any] = await answer_of(pipe.execute(raise_on_error=False))
         if any(isinstance(answer, Exception) for answer in answers):
             permit = self._link.writes.admit()
             if permit is not None:
                 self._note_writes(answers, permit)
-        return answers.count(1), [claim for claim, answer in zip(claims, answers, strict=True) if answer == 0]
+        return answers.count(1), [offer for offer, answer in zip(offers, answers, strict=True) if answer == 0]
 
-    async def _store(self, state: _Open, claims: Sequence[Claim], permit: Permit) -> tuple[int, int]:
+    async def _store(self, state: _Open, offers: Sequence[Offer], permit: Permit) -> tuple[int, int]:
         """Sends one round of SETs, if any of the blocks has its content yet, and ends `permit` to write. Returns how
         many blocks Redis has stored, and how many were retracted before they were sent. Raises KVError once closed."""
         answers: list[Any] = []
         try:
             async with self._writing:
                 self._require_same(state)
-                offered = [(claim, value) for claim in claims if (value := _value(state, claim)) is not None]
-                if offered:
+                sent = [(offer, value) for offer in offers if (value := _value(state, offer)) is not None]
+                if sent:
                     async with self._link.exchange() as client, client.pipeline(transaction=False) as pipe:
-                        for claim, value in offered:
-                            pipe.set(self._key(claim.block.block_hash), value, ex=self._settings.ttl_seconds)
+                        for offer, value in sent:
+                            pipe.set(self._key(offer.block.block_hash), value, ex=self._settings.ttl_seconds)
                         answers = await answer_of(pipe.execute(raise_on_error=False))
         finally:
             refused = self._note_writes(answers, permit)
-        stored = len(offered) - refused
+        stored = len(sent) - refused
         self.stats.count_published(stored, state.pool.block_bytes)
-        return stored, len(claims) - len(offered)
+        return stored, len(offers) - len(sent)
 
     def _note_writes(self, answers: Sequence[object], permit: Permit) -> int:
         """Ends `permit` to write; returns how many commands Redis has refused: it is full, a replica, lacks
@@ -304,14 +304,14 @@ class RedisConnector:
         return answers[0]
 
 
-def _value(state: _Open, claim: Claim) -> bytes | None:
+def _value(state: _Open, offer: Offer) -> bytes | None:
     """Returns a copy of header and payload; None when the block was retracted before or while they were read."""
-    block = claim.block
-    if not state.stands(claim):
+    block = offer.block
+    if not state.stands(offer):
         return None
     header = state.pool.describe(block, state.epoch).encode()
     value = header + state.pool.rows[block.block_id].tobytes()
-    return value if state.stands(claim) else None
+    return value if state.stands(offer) else None
 
 
 def _is_said_of_key(answer: object) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer
+from kv_connector.base import FetchOutcome, FetchOutcomes, PoolBuffer, WithoutStore
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
 from kv_connector.payloads import Payloads
@@ -25,7 +25,6 @@ from kv_connector.ucx.transport import Transport
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import ConfigurationError, KVError
-from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
@@ -68,12 +67,11 @@ class _Open:
                 task.add_done_callback(self.leaving.discard)
 
 
-class UcxConnector:
+class UcxConnector(WithoutStore):
     """Implements HostConnector and DeviceConnector. `allocate` and `serve` are called on the running loop. The endpoint
     is "host:port" of the listener."""
 
     name = "ucx"
-    has_store = False
 
     def __init__(self, settings: UcxSettings, *, clock: Clock | None = None) -> None:
         """Raises ConfigurationError when the cluster secret or the host is not usable."""
@@ -130,12 +128,6 @@ class UcxConnector:
         state = self._state
         if state is not None:
             state.shared.remove(block_ids)
-
-    async def discard(self, names: Sequence[BlockHash]) -> None:
-        """Does nothing: there is no store, and `retract` has withdrawn the blocks."""
-
-    async def finish_storing(self) -> None:
-        """Does nothing: there is no store."""
 
     async def fetch(self, source: KVSource | None, blocks: Sequence[NamedBlock], *, timeout: float) -> FetchOutcomes:
         verdicts = Verdicts(len(blocks), timeout=timeout, clock=self._clock)

@@ -13,6 +13,7 @@ KVRelayError                      internal: a failure inside the cluster
 ├── GivenUpError                  a request has lost too many nodes; it may be what ends them
 ├── OverloadedError               queues are full; trying again later may help
 └── UnavailableError              no node can serve now
+    └── NotTakenError             a node has not taken a request, which has no part in how it fares
 """
 
 from dataclasses import dataclass
@@ -79,6 +80,10 @@ class UnavailableError(KVRelayError):
     """No node can serve this now."""
 
 
+class NotTakenError(UnavailableError):
+    """A node has not taken a request, and did nothing for it. Whatever ends the node, this request does not."""
+
+
 RETRY_DELAY_SECONDS = 1
 
 
@@ -113,11 +118,8 @@ def status_of(error: BaseException) -> ErrorStatus:
     return _STATUS[KVRelayError]
 
 
-def error_of_code(code: grpc.StatusCode, message: str, *, field: str | None = None) -> KVRelayError:
-    """Returns the error that a peer has reported, as an exception of our own tree. `field` is the wrong one of an
-    invalid request."""
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidRequestError(message, field=field)
+def error_of_code(code: grpc.StatusCode, message: str) -> KVRelayError:
+    """Returns the error that a peer has reported, as an exception of our own tree."""
     for cls, status in _STATUS.items():
         if status.grpc_code is code and cls is not UnknownModelError:
             return cls(message)

@@ -1,16 +1,17 @@
 """Names for computed blocks. Named blocks are offered to the node, which publishes them.
 
 Invariant: a block is named once its tokens are known and the step that filled it has been collected or reports that its
-KV is written, unless its sequence holds a tainted block.
+KV is written, unless its sequence holds a tainted block or no block has the name before it. The names before a named
+block therefore lead back to the start of its prompt, and distrust of any of them reaches it.
 """
 
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.changes import Changes
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.request import KVRole
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step_result import Changes
 
 
 class BlockNames:
@@ -71,8 +72,11 @@ class BlockNames:
         self, sequence: Sequence, index: int, block_hash: BlockHash, parent: BlockHash | None, num_tokens: int
     ) -> None:
         """Names a computed block. If another block has the name already, the sequence takes that one and releases its
-        own, unless that one is distrusted.
+        own, unless that one is distrusted. Once that one has lost the name, what the sequence has behind its own gets
+        none either.
         """
+        if parent is not None and self._pool.find(parent) is None:
+            return
         block_id = sequence.block_table[index]
         named_block_id = self._pool.find(block_hash)
         if named_block_id is None:

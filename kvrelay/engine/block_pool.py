@@ -55,8 +55,8 @@ class BlockPool:
 
     @property
     def num_given_back(self) -> int:
-        """Returns a number that grows by one with each block that nobody holds any more, and with each such block that
-        loses its name otherwise than by `allocate`; it shrinks only when one without a name is allocated."""
+        """Returns a number to compare with an earlier one: whatever makes one more block free raises it by at least
+        one. Only `allocate` lowers it, by one for each block that it hands out without evicting."""
         return len(self._free) + self._num_cached
 
     def allocate(self, count: int) -> list[int] | None:
@@ -123,11 +123,12 @@ class BlockPool:
 
     def register(self, block_id: int, block_hash: BlockHash, *, parent: BlockHash | None = None) -> None:
         """Names a block that is in use, not tainted, and whose content is complete. Neither has it a name, nor has
-        another block this one. `parent`: the name of the block before it, if there is one."""
+        another block this one. `parent`: the name of the block before it, if there is one; a block has it."""
         assert self._is_held(block_id), f"block {block_id} is to be named, but nobody holds it"
         assert block_id not in self._tainted, f"block {block_id} is to be named, but is tainted"
         assert self._block_hashes[block_id] is None, f"block {block_id} is to be named, but has a name"
         assert block_hash not in self._index, f"block {block_id} is to get the name of block {self._index[block_hash]}"
+        assert parent is None or parent in self._index, f"block {block_id} is to follow a name that no block has"
         self._block_hashes[block_id] = block_hash
         self._index[block_hash] = block_id
         if parent is not None:

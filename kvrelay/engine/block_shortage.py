@@ -14,19 +14,17 @@ from kvrelay.engine.sequence import Sequence
 class BlockShortage:
     """What the pool lacked when the blocks of a queued sequence were looked up.
 
-    The sequence fits when as many blocks are free as it has blocks that nobody holds under their names. To take or give
-    back a block that it finds changes both numbers alike. What brings it nearer, each by one, is a block that is given
-    back, less one without a name that is allocated, and the name of the first block that it did not find. A block that
-    is evicted does not, even if its name comes again. When these together reach `enough`, its blocks have to be looked
-    up again."""
+    The progress since then is told by `num_given_back - num_kept + num_found`, of which `num_found` counts the leading
+    blocks of the sequence that had a block under their names. Whatever shrinks the shortage by one block raises the
+    progress by at least one. So no lookup is needed before the progress has risen by the shortage, to `enough`."""
 
     order: tuple[int, int, int]  # of the sequence, which is not kept if it is removed
     num_found: int
     enough: int
 
-    def goes_on(self, sequence: Sequence, pool: BlockPool, *, num_kept: int) -> bool:
-        """Tells whether it is certain that this sequence does not fit yet while `num_kept` blocks are kept for
-        others."""
+    def persists(self, sequence: Sequence, pool: BlockPool, *, num_kept: int) -> bool:
+        """Tells whether it is certain that this sequence does not fit yet while `num_kept` blocks are kept for others.
+        Advances `num_found` over the names that have a block now."""
         if sequence.order != self.order:
             return False
         num_cacheable = sequence.num_cacheable_blocks

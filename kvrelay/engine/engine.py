@@ -18,26 +18,25 @@ from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOu
 from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.changes import Changes
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.in_flight import StepInFlight, StepsInFlight
 from kvrelay.engine.leases import Leases
 from kvrelay.engine.plan import ModelRunnerOutput, SequenceResult
-from kvrelay.engine.request import (
+from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.runner import Runner
+from kvrelay.engine.sampling.sampler import SampledToken
+from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
+from kvrelay.engine.sequence import Sequence, SequenceState
+from kvrelay.engine.step_costs import StepCosts
+from kvrelay.engine.step_result import (
+    Changes,
     EngineLoad,
-    EngineRequest,
-    KVRole,
     PromptOutput,
     RequestFailure,
     Reservation,
     SequenceOutput,
     StepResult,
 )
-from kvrelay.engine.runner import Runner
-from kvrelay.engine.sampling.sampler import SampledToken
-from kvrelay.engine.scheduler import Scheduler, SchedulerConfig
-from kvrelay.engine.sequence import Sequence, SequenceState
-from kvrelay.engine.step_costs import StepCosts
 
 # Other nodes leave their cores to the prompts that wait here only if those take longer than this to compute.
 _SHORT_QUEUE_SECONDS = 1.0

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from kvrelay.core.errors import UnavailableError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
-from kvrelay.engine.request import StepResult
+from kvrelay.engine.step_result import StepResult
 
 _logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 1.0  # an idle engine makes a turn this often; messages wake it at once

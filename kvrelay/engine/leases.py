@@ -5,9 +5,9 @@ Invariant: a lease pins exactly the leading blocks that it lists. It may outlive
 
 from kvrelay.engine.block_names import BlockNames
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.changes import Changes
 from kvrelay.engine.request import KVRole
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step_result import Changes
 
 
 class Leases:

@@ -272,7 +272,7 @@ class Scheduler:
         """Tells whether there are blocks for all tokens of a queued sequence, with `num_kept` kept for others. Begun
         without them, it would be preempted and begin again, for as long as leases hold the blocks."""
         shortage = self._shortage
-        if shortage is not None and shortage.goes_on(sequence, self._pool, num_kept=num_kept):
+        if shortage is not None and shortage.persists(sequence, self._pool, num_kept=num_kept):
             return False
         self._shortage = find_shortage(sequence, self._pool, num_kept=num_kept)
         return self._shortage is None

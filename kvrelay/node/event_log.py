@@ -12,7 +12,7 @@ from itertools import chain
 
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import RefusedBlock
-from kvrelay.engine.request import EngineLoad
+from kvrelay.engine.step_result import EngineLoad
 
 
 @dataclass(frozen=True, slots=True)

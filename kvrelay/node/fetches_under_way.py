@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvrelay.core.errors import KVRelayError
 
-class FetchHungError(Exception):
+
+class FetchHungError(KVRelayError):
     """A fetch does not return, and the blocks that it was to fill are in use for ever; only a restart helps."""
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_connector.base import KVConnector
-from kvrelay.core.errors import UnavailableError
+from kvrelay.core.errors import NotTakenError, UnavailableError
 from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
-from kvrelay.engine.request import EngineRequest, Reservation, StepResult
+from kvrelay.engine.step_result import Reservation, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.activity import Activity
 from kvrelay.node.event_log import EventLog
@@ -178,22 +178,16 @@ class Node:
         self._outages.failed("sending KV", "others have refused a block of this node, which forgets it")
         self.engine_thread.post(lambda engine: engine.distrust(name))
 
-    def require_accepting(self) -> None:
-        self.require_alive()
+    def require_accepting(self, epoch: int) -> None:
+        """Raises NotTakenError unless this is the process of that `epoch`, whose description the router went by, and
+        takes requests."""
+        node_id = self.identity.node_id
+        if epoch != self.identity.epoch:
+            raise NotTakenError(f"{node_id} is another process than the one that was meant, of epoch {epoch:#x}")
+        if self.crashed.is_set():
+            raise NotTakenError(f"{node_id} has crashed")
         if self.draining:
-            raise UnavailableError(f"{self.identity.node_id} is draining")
-
-    def require_room(self, request: EngineRequest) -> None:
-        """Raises UnavailableError if the request may become longer than this node allows, or has more outputs: the
-        router has chosen the node by the description of a process before this one, and another node may have room."""
-        config = self.engine_config
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        if num_tokens > config.max_model_len:
-            raise UnavailableError(f"{self.identity.node_id} takes {config.max_model_len} tokens, not {num_tokens}")
-        if request.sampling.n > config.max_num_seqs:
-            raise UnavailableError(
-                f"{self.identity.node_id} runs {config.max_num_seqs} sequences, not {request.sampling.n}"
-            )
+            raise NotTakenError(f"{node_id} is draining")
 
     def require_alive(self) -> None:
         if self.crashed.is_set():

@@ -1,7 +1,7 @@
 """How fast this node computes prompts, according to its engine; fetching a block has to be faster to be worth it."""
 
 from kv_connector.cost_gate import Rate
-from kvrelay.engine.request import EngineLoad
+from kvrelay.engine.step_result import EngineLoad
 
 
 class PrefillRate:

@@ -17,7 +17,7 @@ from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import FetchReport, RefusedBlock
 from kvrelay.core.outages import Outages
 from kvrelay.engine.engine_thread import EngineThread
-from kvrelay.engine.request import Reservation
+from kvrelay.engine.step_result import Reservation
 from kvrelay.node.absences import Absences
 from kvrelay.node.fetches_under_way import FetchesUnderWay
 from kvrelay.node.ladder import Ask, Ladder

@@ -153,7 +153,11 @@ class NodeSettings(NodeOptions):
     model: CliPositionalArg[str] = Field(default="", description="Hugging Face model directory (or cached hub name).")
     host: Host = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    node_id: str = Field(default="", description="Name of this node in logs and metrics; empty: a random one.")
+    node_id: str = Field(
+        default="",
+        description="Name of this node in logs and metrics, of its own in the cluster; empty: its role, its machine's "
+        "name, host and port, or a random one if port is 0.",
+    )
     threads: Threads = Field(
         default=0, description="CPU threads to compute with; 0: as torch chooses, but no more than the process may use."
     )

@@ -4,41 +4,26 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from functools import partial
 
-import torch
-
-from kv_connector.base import KVConnector
-from kv_connector.device.self_test import check_direct
-from kv_connector.registry import create_connector, create_direct, is_installed
-from kv_connector.self_test import SelfTestReport, check_connector
-from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
-from kv_connector.tiered import TieredConnector
 from kvrelay.core.model.directory import resolve_model_directory
 from kvrelay.core.model.vocabulary import vocabulary_digest
 from kvrelay.core.node_report import NodeRole
 from kvrelay.core.process.core_table import CoreShare, CoreTable
-from kvrelay.core.process.listening import is_loopback, numeric_address
+from kvrelay.core.process.listening import address_of
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.startup import PreparedEngine, default_threads, planned_device, prepare_engine
-from kvrelay.node.block_copy import choose_copy
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, log_choice
-from kvrelay.node.device_transfer import choose_direct
 from kvrelay.node.node import Node, NodeIdentity
-from kvrelay.node.pool import NodePool, PoolPlan, make_direct_pool, make_pool
 from kvrelay.node.prefill_rate import PrefillRate
 from kvrelay.node.settings import NodeSettings
-from kvrelay.node.transfer_probe import TRANSFER_PROBE
+from kvrelay.node.transfers.pool import NodePool, PoolPlan
+from kvrelay.node.transfers.transfers import Transfers, choose_transfers
 
 _logger = logging.getLogger(__name__)
-_SELF_TEST_TTL = 10  # seconds
-_LOOPBACK = "127.0.0.1"  # the only address of loopback that UCX finds an interface for
-_LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback sends no KV over the network
 
 
 async def build_node(settings: NodeSettings, role: NodeRole) -> Node:
@@ -48,7 +33,7 @@ async def build_node(settings: NodeSettings, role: NodeRole) -> Node:
     options = _engine_options(settings)
     device = await asyncio.to_thread(planned_device, options)
     prefill_rate = PrefillRate()
-    transfers = await _transfers(settings, device, prefill_rate)
+    transfers = await choose_transfers(settings, device, prefill_rate)
     # A thread that ends. Torch's OpenMP keeps helper threads for every thread that has computed in parallel, and
     # libgomp counts them: if there are more than cores, the helpers of an engine that multiplies with torch sleep at
     # each barrier of a step instead of spinning.
@@ -68,18 +53,9 @@ async def build_node(settings: NodeSettings, role: NodeRole) -> Node:
         loading.shutdown(wait=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfers:
-    """How blocks leave the node and arrive: `connector` moves them, through host memory or from device to device, and
-    `make_pool` makes the pool that it serves. Whoever holds this closes `connector` unless a node owns it."""
-
-    connector: KVConnector
-    make_pool: Callable[[PoolPlan, torch.device], NodePool]
-
-
 def _identity(settings: NodeSettings, role: NodeRole, prepared: PreparedEngine, vocabulary: bytes) -> NodeIdentity:
     return NodeIdentity(
-        node_id=settings.node_id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(3)}",
+        node_id=settings.node_id or _default_id(settings, role),
         epoch=secrets.randbits(63) | 1,
         kv_namespace=prepared.namespace,
         vocab_size=prepared.loaded.config.vocab_size,
@@ -87,7 +63,13 @@ def _identity(settings: NodeSettings, role: NodeRole, prepared: PreparedEngine, 
     )
 
 
-def _pool(settings: NodeSettings, identity: NodeIdentity, prepared: PreparedEngine, transfers: _Transfers) -> NodePool:
+def _default_id(settings: NodeSettings, role: NodeRole) -> str:
+    """Returns an id that no other node of this host has. At a port that is set it is the same after each start."""
+    place = address_of(settings.host, settings.port) if settings.port else secrets.token_hex(3)
+    return f"{role.value}-{socket.gethostname()}-{place}"
+
+
+def _pool(settings: NodeSettings, identity: NodeIdentity, prepared: PreparedEngine, transfers: Transfers) -> NodePool:
     """Makes the pool on the loop, which some connectors need for it. Reserving much memory takes seconds."""
     staging_bytes = int(settings.kv_staging_gib * 2**30)
     plan = PoolPlan(prepared.layout, prepared.size.num_blocks, staging_bytes, identity.node_id, identity.epoch)
@@ -140,63 +122,3 @@ def _core_share(settings: NodeSettings) -> CoreShare:
 
 def _engine_options(settings: NodeSettings) -> EngineOptions:
     return EngineOptions(**{field.name: getattr(settings, field.name) for field in fields(EngineOptions)})
-
-
-async def _transfers(settings: NodeSettings, device: torch.device, prefill_rate: PrefillRate) -> _Transfers:
-    """Returns the transfers through the connectors that are set, or chosen, and pass their self-test."""
-    connector_settings = _connector_settings(settings)
-    reached_at = settings.ucx_host or numeric_address(settings.host)
-
-    def choose(broken: Mapping[str, str]) -> ConnectorChoice:
-        return choose_connectors(
-            settings.connector,
-            host=reached_at,
-            ucx_installed=is_installed("ucx"),
-            has_secret=bool(settings.cluster_secret.get_secret_value()),
-            broken=broken,
-        )
-
-    async def check(name: str) -> SelfTestReport:
-        redis = replace(connector_settings.redis, ttl_seconds=_SELF_TEST_TTL, key_prefix="kvrelay-self-test")
-        scratch = replace(connector_settings, redis=redis)
-        return await check_connector(lambda: create_connector(name, scratch))
-
-    choice = await choose_working(choose, check)
-    log_choice(choice, settings)
-    direct = await _direct(settings, device, choice.names, connector_settings)
-    if direct:
-        device_tiers = TieredConnector([create_direct(name, connector_settings) for name in direct])
-        return _Transfers(device_tiers, partial(make_direct_pool, device_tiers))
-    host_tiers = TieredConnector(
-        [create_connector(name, connector_settings) for name in choice.names], recompute_seconds=prefill_rate.seconds
-    )
-    return _Transfers(host_tiers, partial(make_pool, host_tiers))
-
-
-async def _direct(
-    settings: NodeSettings, device: torch.device, names: Sequence[str], connector_settings: ConnectorSettings
-) -> tuple[str, ...]:
-    """Returns the connectors that move KV from device to device; none for a node without a GPU, or one that stages."""
-    if settings.kv_device_transfer == "staged" or device.type == "cpu":
-        return ()
-    from kvrelay.node.cuda_pool import cuda_scratch, problem_with_direct
-
-    async def check(name: str) -> SelfTestReport:
-        return await check_direct(name, connector_settings, cuda_scratch, probe=TRANSFER_PROBE)
-
-    required = settings.kv_device_transfer == "direct"
-    return await choose_direct(names, check, required=required, problem=problem_with_direct())
-
-
-def _connector_settings(settings: NodeSettings) -> ConnectorSettings:
-    ucx_host = settings.ucx_host or (_LOOPBACK if is_loopback(numeric_address(settings.host)) else settings.host)
-    return ConnectorSettings(
-        ucx=UcxSettings(
-            cluster_secret=settings.cluster_secret.get_secret_value(),
-            host=ucx_host,
-            net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if is_loopback(ucx_host) else ""),
-        ),
-        shared_memory=SharedMemorySettings(settings.shared_memory_dir or None),
-        redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),
-        copy=choose_copy(),
-    )

@@ -8,12 +8,13 @@ hanging.
 import asyncio
 from collections.abc import Callable
 
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.tasks import end_tasks
 
 _LONGEST_INTERVAL_SECONDS = 1.0
 
 
-class EngineHungError(Exception):
+class EngineHungError(KVRelayError):
     """The engine makes no step any more; only a restart helps."""
 
     def __init__(self, seconds: float) -> None:

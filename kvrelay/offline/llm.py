@@ -25,8 +25,9 @@ from kvrelay.core.model.limits import checked_sampling, room_for_output, samplin
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.models.model_config import load_model_config
 from kvrelay.engine.options import EngineOptions
-from kvrelay.engine.request import EngineRequest, StepResult
+from kvrelay.engine.request import EngineRequest
 from kvrelay.engine.startup import planned_device, prepare_engine
+from kvrelay.engine.step_result import StepResult
 from kvrelay.offline.interrupts import interrupts_held
 from kvrelay.offline.progress_bar import progress_bar
 from kvrelay.offline.prompts import Message, Prompt, chat_messages, conversations_of, prompts_of

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/decode_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\xce\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.AdmitH\x00\x12 \n\x04pull\x18\x02 \x01(\x0b\x32\x10.kvrelay.v1.PullH\x00\x12\"\n\x05start\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.StartH\x00\x12\"\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.AbortH\x00\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.FinishH\x00\x42\t\n\x07\x63ommand\"\xbd\x02\n\x05\x41\x64mit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x15\n\rlocal_prefill\x18\x06 \x01(\x08\x12\x1f\n\x17num_prior_output_tokens\x18\x07 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\x08 \x01(\r\x12(\n\x07sources\x18\t \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\x19\n\x11yields_to_decodes\x18\x0b \x01(\x08\"r\n\x04Pull\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\r\n\x05\x65nded\x18\x05 \x01(\x08\"J\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\"-\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x64istrust\x18\x02 \x01(\x08\"+\n\x06\x46inish\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"7\n\x0c\x44\x65\x63odeUpdate\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.DecodeEvent\"\xbe\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AdmittedH\x00\x12\'\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x13.kvrelay.v1.KVReadyH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.TokenOutputH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.DecodeFailedH\x00\x12+\n\nkv_missing\x18\x07 \x01(\x0b\x32\x15.kvrelay.v1.KVMissingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x06\x10\x07\"k\n\x08\x41\x64mitted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1a\n\x12num_fetched_tokens\x18\x02 \x01(\r\x12(\n\x07\x66\x65tches\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.FetchReport\"\'\n\tKVMissing\x12\x1a\n\x12num_missing_tokens\x18\x01 \x01(\r\"t\n\x07KVReady\x12\x1a\n\x12num_fetched_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_recomputed_tokens\x18\x03 \x01(\r\x12(\n\x07\x66\x65tches\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.FetchReportJ\x04\x08\x01\x10\x02\"<\n\x0c\x44\x65\x63odeFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t2N\n\nDecodeNode\x12@\n\x05Serve\x12\x19.kvrelay.v1.DecodeCommand\x1a\x18.kvrelay.v1.DecodeUpdate(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/decode_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\xce\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.AdmitH\x00\x12 \n\x04pull\x18\x02 \x01(\x0b\x32\x10.kvrelay.v1.PullH\x00\x12\"\n\x05start\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.StartH\x00\x12\"\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.AbortH\x00\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.FinishH\x00\x42\t\n\x07\x63ommand\"\xcc\x02\n\x05\x41\x64mit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x15\n\rlocal_prefill\x18\x06 \x01(\x08\x12\x1f\n\x17num_prior_output_tokens\x18\x07 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\x08 \x01(\r\x12(\n\x07sources\x18\t \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\x19\n\x11yields_to_decodes\x18\x0b \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\"r\n\x04Pull\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\r\n\x05\x65nded\x18\x05 \x01(\x08\"J\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\"-\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x64istrust\x18\x02 \x01(\x08\"+\n\x06\x46inish\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"7\n\x0c\x44\x65\x63odeUpdate\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.DecodeEvent\"\xf5\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AdmittedH\x00\x12\'\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x13.kvrelay.v1.KVReadyH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.TokenOutputH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.DecodeFailedH\x00\x12+\n\nkv_missing\x18\x07 \x01(\x0b\x32\x15.kvrelay.v1.KVMissingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x12\x35\n\x0fprompt_computed\x18\t \x01(\x0b\x32\x1a.kvrelay.v1.PromptComputedH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x06\x10\x07\"\x1c\n\x08\x41\x64mittedJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"q\n\x0ePromptComputed\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1a\n\x12num_fetched_tokens\x18\x02 \x01(\r\x12(\n\x07\x66\x65tches\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.FetchReport\"\'\n\tKVMissing\x12\x1a\n\x12num_missing_tokens\x18\x01 \x01(\r\"t\n\x07KVReady\x12\x1a\n\x12num_fetched_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_recomputed_tokens\x18\x03 \x01(\r\x12(\n\x07\x66\x65tches\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.FetchReportJ\x04\x08\x01\x10\x02\"0\n\x0c\x44\x65\x63odeFailed\x12\x0e\n\x06status\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\x32N\n\nDecodeNode\x12@\n\x05Serve\x12\x19.kvrelay.v1.DecodeCommand\x1a\x18.kvrelay.v1.DecodeUpdate(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODECOMMAND']._serialized_start=70
   _globals['_DECODECOMMAND']._serialized_end=276
   _globals['_ADMIT']._serialized_start=279
-  _globals['_ADMIT']._serialized_end=596
-  _globals['_PULL']._serialized_start=598
-  _globals['_PULL']._serialized_end=712
-  _globals['_START']._serialized_start=714
-  _globals['_START']._serialized_end=788
-  _globals['_ABORT']._serialized_start=790
-  _globals['_ABORT']._serialized_end=835
-  _globals['_FINISH']._serialized_start=837
-  _globals['_FINISH']._serialized_end=880
-  _globals['_DECODEUPDATE']._serialized_start=882
-  _globals['_DECODEUPDATE']._serialized_end=937
-  _globals['_DECODEEVENT']._serialized_start=940
-  _globals['_DECODEEVENT']._serialized_end=1258
-  _globals['_ADMITTED']._serialized_start=1260
-  _globals['_ADMITTED']._serialized_end=1367
-  _globals['_KVMISSING']._serialized_start=1369
-  _globals['_KVMISSING']._serialized_end=1408
-  _globals['_KVREADY']._serialized_start=1410
-  _globals['_KVREADY']._serialized_end=1526
-  _globals['_DECODEFAILED']._serialized_start=1528
-  _globals['_DECODEFAILED']._serialized_end=1588
-  _globals['_DECODENODE']._serialized_start=1590
-  _globals['_DECODENODE']._serialized_end=1668
+  _globals['_ADMIT']._serialized_end=611
+  _globals['_PULL']._serialized_start=613
+  _globals['_PULL']._serialized_end=727
+  _globals['_START']._serialized_start=729
+  _globals['_START']._serialized_end=803
+  _globals['_ABORT']._serialized_start=805
+  _globals['_ABORT']._serialized_end=850
+  _globals['_FINISH']._serialized_start=852
+  _globals['_FINISH']._serialized_end=895
+  _globals['_DECODEUPDATE']._serialized_start=897
+  _globals['_DECODEUPDATE']._serialized_end=952
+  _globals['_DECODEEVENT']._serialized_start=955
+  _globals['_DECODEEVENT']._serialized_end=1328
+  _globals['_ADMITTED']._serialized_start=1330
+  _globals['_ADMITTED']._serialized_end=1358
+  _globals['_PROMPTCOMPUTED']._serialized_start=1360
+  _globals['_PROMPTCOMPUTED']._serialized_end=1473
+  _globals['_KVMISSING']._serialized_start=1475
+  _globals['_KVMISSING']._serialized_end=1514
+  _globals['_KVREADY']._serialized_start=1516
+  _globals['_KVREADY']._serialized_end=1632
+  _globals['_DECODEFAILED']._serialized_start=1634
+  _globals['_DECODEFAILED']._serialized_end=1682
+  _globals['_DECODENODE']._serialized_start=1684
+  _globals['_DECODENODE']._serialized_end=1762
 # @@protoc_insertion_point(module_scope)

@@ -49,8 +49,8 @@ global___DecodeCommand = DecodeCommand
 
 @typing.final
 class Admit(google.protobuf.message.Message):
-    """Reserves every block the prompt needs. With `local_prefill` the node computes the prompt itself and streams from the first token;
-    otherwise it answers `admitted` and waits for `pull` and `start`.
+    """Reserves every block the prompt needs. With `local_prefill` the node computes the prompt itself, answers `prompt_computed` and streams
+    from the first token; otherwise it answers `admitted` and waits for `pull` and `start`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -66,6 +66,7 @@ class Admit(google.protobuf.message.Message):
     SOURCES_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     YIELDS_TO_DECODES_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     cache_salt: builtins.bytes
@@ -80,6 +81,8 @@ class Admit(google.protobuf.message.Message):
     """time the request has left; a fetch of its blocks takes at most half of what is left then. 0: not known"""
     yields_to_decodes: builtins.bool
     """with local_prefill: beside decodes, a step computes only as many tokens of the prompt as are cheap"""
+    epoch: builtins.int
+    """of the process that is meant; one of another epoch refuses with UNAVAILABLE"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -102,9 +105,10 @@ class Admit(google.protobuf.message.Message):
         sources: collections.abc.Iterable[kvrelay.v1.common_pb2.BlockSource] | None = ...,
         timeout_ms: builtins.int = ...,
         yields_to_decodes: builtins.bool = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms", "yields_to_decodes", b"yields_to_decodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "first_choice_index", b"first_choice_index", "local_prefill", b"local_prefill", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms", "yields_to_decodes", b"yields_to_decodes"]) -> None: ...
 
 global___Admit = Admit
 
@@ -237,6 +241,7 @@ class DecodeEvent(google.protobuf.message.Message):
     FAILED_FIELD_NUMBER: builtins.int
     KV_MISSING_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_COMPUTED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def admitted(self) -> global___Admitted: ...
@@ -254,6 +259,10 @@ class DecodeEvent(google.protobuf.message.Message):
     def prompt_logprobs(self) -> kvrelay.v1.common_pb2.PromptLogprobs:
         """local prefill only, before the first token"""
 
+    @property
+    def prompt_computed(self) -> global___PromptComputed:
+        """local prefill only, before the first token"""
+
     def __init__(
         self,
         *,
@@ -264,24 +273,39 @@ class DecodeEvent(google.protobuf.message.Message):
         failed: global___DecodeFailed | None = ...,
         kv_missing: global___KVMissing | None = ...,
         prompt_logprobs: kvrelay.v1.common_pb2.PromptLogprobs | None = ...,
+        prompt_computed: global___PromptComputed | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "tokens", b"tokens"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["admitted", "kv_ready", "tokens", "failed", "kv_missing", "prompt_logprobs"] | None: ...
+    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_computed", b"prompt_computed", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "event", b"event", "failed", b"failed", "kv_missing", b"kv_missing", "kv_ready", b"kv_ready", "prompt_computed", b"prompt_computed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "tokens", b"tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["admitted", "kv_ready", "tokens", "failed", "kv_missing", "prompt_logprobs", "prompt_computed"] | None: ...
 
 global___DecodeEvent = DecodeEvent
 
 @typing.final
 class Admitted(google.protobuf.message.Message):
+    """The prompt's blocks are reserved."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Admitted = Admitted
+
+@typing.final
+class PromptComputed(google.protobuf.message.Message):
+    """The node has computed the prompt by itself."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
     FETCHES_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
-    """leading prompt tokens this node already holds"""
+    """prompt tokens found by name on this node"""
     num_fetched_tokens: builtins.int
-    """with `local_prefill`: tokens whose KV it fetched from others before it computed the rest"""
+    """prompt tokens fetched from other holders"""
     @property
     def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
     def __init__(
@@ -294,7 +318,7 @@ class Admitted(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["fetches", b"fetches"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens"]) -> None: ...
 
-global___Admitted = Admitted
+global___PromptComputed = PromptComputed
 
 @typing.final
 class KVMissing(google.protobuf.message.Message):
@@ -344,21 +368,14 @@ global___KVReady = KVReady
 class DecodeFailed(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CODE_FIELD_NUMBER: builtins.int
-    MESSAGE_FIELD_NUMBER: builtins.int
-    FIELD_FIELD_NUMBER: builtins.int
-    code: builtins.int
-    """google.rpc.Code"""
-    message: builtins.str
-    field: builtins.str
-    """the request's field that is wrong; empty if none is named"""
+    STATUS_FIELD_NUMBER: builtins.int
+    status: builtins.bytes
+    """google.rpc.Status, as a call that fails has it in `grpc-status-details-bin`"""
     def __init__(
         self,
         *,
-        code: builtins.int = ...,
-        message: builtins.str = ...,
-        field: builtins.str = ...,
+        status: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "field", b"field", "message", b"message"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
 
 global___DecodeFailed = DecodeFailed

@@ -27,6 +27,7 @@ class PrefillRequest(google.protobuf.message.Message):
     NUM_PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     FIRST_CHOICE_INDEX_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     priority: builtins.int
     """lower runs earlier"""
@@ -39,6 +40,8 @@ class PrefillRequest(google.protobuf.message.Message):
     first_choice_index: builtins.int
     """as in Admit"""
     timeout_ms: builtins.int
+    """as in Admit"""
+    epoch: builtins.int
     """as in Admit"""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -61,9 +64,10 @@ class PrefillRequest(google.protobuf.message.Message):
         num_prior_output_tokens: builtins.int = ...,
         first_choice_index: builtins.int = ...,
         timeout_ms: builtins.int = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "first_choice_index", b"first_choice_index", "lease_ttl_ms", b"lease_ttl_ms", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "first_choice_index", b"first_choice_index", "lease_ttl_ms", b"lease_ttl_ms", "num_prior_output_tokens", b"num_prior_output_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "sources", b"sources", "timeout_ms", b"timeout_ms"]) -> None: ...
 
 global___PrefillRequest = PrefillRequest
 

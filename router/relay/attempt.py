@@ -31,14 +31,29 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, NotFiniteError, UnavailableError
+from kvrelay.core.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVRelayError,
+    NotFiniteError,
+    NotTakenError,
+    UnavailableError,
+)
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeRole
 from router.nodes.node import NodeHandle
 from router.relay.charge import Charge
-from router.relay.decode_client import Admitted, DecodeEvent, DecodeFailed, DecodeSession, KVMissing, KVReady
+from router.relay.decode_client import (
+    Admitted,
+    DecodeEvent,
+    DecodeFailed,
+    DecodeSession,
+    KVMissing,
+    KVReady,
+    PromptComputed,
+)
 from router.relay.prefill_client import (
     PrefillAccepted,
     PrefillEnded,
@@ -73,13 +88,15 @@ class Loss(Enum):
 
 
 class NodeLostError(UnavailableError):
-    """An attempt failed because of one node; another attempt without this node may succeed. `doubts_kv`: the blocks
-    that nodes hold of the request may be why, and one that was told so may not have heard it yet."""
+    """An attempt failed because of one node; another attempt without this node may succeed. `was_taken`: the node may
+    have taken the request, which then may be what ends it. `doubts_kv`: the blocks that nodes hold of the request may
+    be why, and one that was told so may not have heard it yet."""
 
     def __init__(self, node: DecodePlacement | PrefillPlacement, loss: Loss, error: KVRelayError) -> None:
         super().__init__(str(error))
         self.source = node.source
         self.loss = loss
+        self.was_taken = not isinstance(error, NotTakenError)
         self.doubts_kv = isinstance(error, NotFiniteError)
 
 
@@ -134,7 +151,6 @@ class Attempt:
         self._sink: Callable[[AttemptEvent], None] = _ignore
         self._time_left = time_left
         self._refill: Refill | None = None
-        self._refill_node: PrefillPlacement | None = None
         self._session: DecodeSession | None = None
         self._supply: Supply | None = None  # by P
         self._has_first_tokens = False
@@ -152,6 +168,7 @@ class Attempt:
         self._decode.node.num_sequences += self._node_request.sampling.n  # from now on, `close` takes it back
         self._session.admit(
             self._node_request,
+            epoch=self._decode.source.epoch,
             local_prefill=self._prefill is None,
             yields_to_decodes=self._yields_to_decodes,
             timeout=timeout,
@@ -201,7 +218,7 @@ class Attempt:
         match event:
             case TokenOutput():
                 return self._on_tokens(event)
-            case PrefillAccepted():
+            case PrefillAccepted() | Admitted():
                 self._tally.accepted()
             case PrefillProgress(num_published_blocks):
                 assert self._supply is not None
@@ -210,8 +227,10 @@ class Attempt:
                 return self._on_first_tokens(event)
             case PrefillEnded(error):
                 self._on_prefill_ended(error)
-            case Admitted():
-                self._on_admitted(event)
+            case PromptComputed(num_cached_tokens, fetches):
+                self._tally.computed(
+                    self._node_request, num_cached_tokens=num_cached_tokens, fetches=fetches, reader=NodeRole.DECODE
+                )
             case KVMissing(num_missing_tokens):
                 self._on_kv_missing(num_missing_tokens)
             case RefillEvent(refill_event):
@@ -227,16 +246,6 @@ class Attempt:
                     raise NodeLostError(self._decode, loss, error)
                 raise error
         return ()
-
-    def _on_admitted(self, admitted: Admitted) -> None:
-        self._tally.accepted()
-        if self._prefill is None:
-            self._tally.computed(
-                self._node_request,
-                num_cached_tokens=admitted.num_cached_tokens,
-                fetches=admitted.fetches,
-                reader=NodeRole.DECODE,
-            )
 
     def _on_tokens(self, output: TokenOutput) -> Sequence[ClientEvent]:
         self._decoded.add(output.index)
@@ -299,7 +308,6 @@ class Attempt:
         if placement is None:
             self._session.pull_no_more()
             return
-        self._refill_node = placement
         self._tally.refill_began()
         supply = self._supply_by(placement, self._session)
         self._refill = Refill(refill_request, f"{self._wire_id}.refill", placement, supply, self._tally)
@@ -310,9 +318,9 @@ class Attempt:
             return
         self._refill.take(event)
         if isinstance(event, PrefillEnded) and isinstance(event.error, NotFiniteError):
-            assert self._session is not None and self._refill_node is not None
+            assert self._session is not None
             self._session.distrust()
-            raise NodeLostError(self._refill_node, Loss.PREFILLING, event.error)
+            raise NodeLostError(self._refill.placement, Loss.PREFILLING, event.error)
 
     def _refill_placement(self, refill_request: NodeRequest, num_missing_tokens: int) -> PrefillPlacement | None:
         """Returns the attempt's only refill, or None if there was one already or no other node would help."""
@@ -369,7 +377,7 @@ class Attempt:
     def _rungs(self) -> dict[str, Rung]:
         rungs: dict[str, Rung] = {}
         if self._refill is not None:
-            rungs[self._refill.node_id] = "refill"
+            rungs[self._refill.placement.source.node_id] = "refill"
         if self._prefill is not None:
             rungs[self._prefill.source.node_id] = "prefill_node"
         return rungs

@@ -12,12 +12,12 @@ from typing import cast
 
 import grpc
 
-from kvrelay.core.errors import KVRelayError, UnavailableError, error_of_code
+from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import HeldBlocks, KVSource
 from kvrelay.core.node_report import FetchReport
-from kvrelay.core.rpc.errors import error_from_rpc
+from kvrelay.core.rpc.errors import error_from_rpc, error_from_status
 from kvrelay.core.rpc.wire import (
     fetch_report_from_wire,
     held_to_wire,
@@ -33,13 +33,16 @@ from kvrelay.v1 import decode_node_pb2_grpc
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
-_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The node has taken the request. A node that prefills by itself sends this once the prompt is computed, with a
-    report of what it fetched for it."""
+    """The node, which does not prefill by itself, has reserved the prompt's blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """The node has computed the prompt by itself, of which it held `num_cached_tokens` tokens, after these fetches."""
 
     num_cached_tokens: int
     fetches: FetchReport
@@ -67,7 +70,7 @@ class DecodeFailed:
     error: KVRelayError
 
 
-DecodeEvent = Admitted | KVMissing | KVReady | TokenOutput | PromptLogprobs | DecodeFailed
+DecodeEvent = Admitted | PromptComputed | KVMissing | KVReady | TokenOutput | PromptLogprobs | DecodeFailed
 Sink = Callable[[DecodeEvent], None]
 
 
@@ -154,16 +157,18 @@ class DecodeSession:
         self,
         node_request: NodeRequest,
         *,
+        epoch: int,
         local_prefill: bool,
         yields_to_decodes: bool,
         timeout: float,
         sources: Sequence[HeldBlocks],
     ) -> None:
-        """Asks the node to reserve the prompt's blocks. `sources`: other holders of leading blocks, best first.
-        `timeout`: seconds that the request has left. `yields_to_decodes`: a local prefill is not to make the steps of
-        others much longer."""
+        """Asks the node, if it is the process of this epoch, to reserve the prompt's blocks. `sources`: other holders
+        of leading blocks, best first. `timeout`: seconds that the request has left. `yields_to_decodes`: a local
+        prefill is not to make the steps of others much longer."""
         admit = pb.Admit(
             request_id=self._wire_id,
+            epoch=epoch,
             sampling_params=sampling_to_wire(node_request.sampling),
             priority=node_request.priority,
             cache_salt=node_request.cache_salt,
@@ -242,9 +247,11 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "tokens":
             return output_from_wire(message.tokens)
         case "admitted":
-            admitted = message.admitted
-            fetches = fetch_report_from_wire(admitted.fetches, num_tokens=admitted.num_fetched_tokens)
-            return Admitted(admitted.num_cached_tokens, fetches)
+            return Admitted()
+        case "prompt_computed":
+            computed = message.prompt_computed
+            fetches = fetch_report_from_wire(computed.fetches, num_tokens=computed.num_fetched_tokens)
+            return PromptComputed(computed.num_cached_tokens, fetches)
         case "kv_ready":
             ready = message.kv_ready
             fetches = fetch_report_from_wire(ready.fetches, num_tokens=ready.num_fetched_tokens)
@@ -254,8 +261,6 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
         case "prompt_logprobs":
             return prompt_logprobs_from_wire(message.prompt_logprobs)
         case "failed":
-            failed = message.failed
-            code = _CODES.get(failed.code, grpc.StatusCode.UNKNOWN)
-            return DecodeFailed(error_of_code(code, failed.message, field=failed.field or None))
+            return DecodeFailed(error_from_status(message.failed.status))
         case _:
             return None

@@ -135,13 +135,16 @@ class PrefillClient:
         node_request: NodeRequest,
         sources: Sequence[HeldBlocks],
         *,
+        epoch: int,
         timeout: float,
         sink: Sink,
     ) -> PrefillSession:
-        """Starts a prefill, whose events go to `sink`, `PrefillEnded` last. A `wire_id` is used only once. `sources`:
-        holders of leading blocks, best first. `timeout`: seconds that the request has left."""
+        """Starts a prefill at the process of this epoch. Its events go to `sink`, `PrefillEnded` last. A `wire_id` is
+        used only once. `sources`: holders of leading blocks, best first. `timeout`: seconds that the request has
+        left."""
         message = pb.PrefillRequest(
             request_id=wire_id,
+            epoch=epoch,
             prompt_token_ids=node_request.token_ids,
             sampling_params=sampling_to_wire(node_request.sampling),
             priority=node_request.priority,

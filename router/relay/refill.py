@@ -45,10 +45,9 @@ class Refill:
         tally: Tally,
     ) -> None:
         self.over = False
-        self.node_id = placement.source.node_id
+        self.placement = placement
         self._node_request = node_request
         self._wire_id = wire_id
-        self._placement = placement
         self._supply = supply
         self._tally = tally
         self._has_finished = False
@@ -96,5 +95,5 @@ class Refill:
         self._supply.close()
         if self._is_enough and self._has_published_all and not self._has_finished:
             self._has_finished = True
-            num_found_tokens = len(self._node_request.token_ids) - self._placement.num_uncached_tokens
+            num_found_tokens = len(self._node_request.token_ids) - self.placement.num_uncached_tokens
             self._tally.refilled(self._node_request, num_cached_tokens=num_found_tokens, fetches=NOTHING_FETCHED)

@@ -4,6 +4,7 @@ The supervisor of the request owns them, and changes them as things happen.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.core.backoff import Backoff
@@ -13,10 +14,10 @@ from router.relay.attempt import Attempt, Loss, NodeLostError
 
 @dataclass(slots=True)
 class Share:
-    """Outputs that are placed together. `losses`: the nodes they have lost in each way since they last got past it.
-    `lost`: why they have to be placed again, if they have to; `lost_at`: since when. `doubts_kv`: a loss so far was one
-    that `NodeLostError.doubts_kv` is about. `wait`: the timer that ends their wait for a node, and `has_waited` tells
-    whether they have waited since their loss."""
+    """Outputs that are placed together. `losses`: the nodes that had taken them and that they have lost in each way
+    since they last got past it. `lost`: why they have to be placed again, if they have to; `lost_at`: since when.
+    `doubts_kv`: a loss so far was one that `NodeLostError.doubts_kv` is about. `wait`: the timer that ends their wait
+    for a node, and `has_waited` tells whether they have waited since their loss."""
 
     choices: tuple[int, ...]
     backoff: Backoff
@@ -43,6 +44,10 @@ class Share:
         else:
             self.losses.clear()
             self.backoff.reset()
+
+    def forget_drained(self, has_drained: Callable[[KVSource], bool]) -> None:
+        """Forgets the losses of nodes that have drained, because the request has not ended them."""
+        self.losses = {(loss, node) for loss, node in self.losses if not has_drained(node)}
 
     def stop_waiting(self) -> None:
         if self.wait is not None:

@@ -12,8 +12,9 @@ request here:
    then ends with UnavailableError.
 6. An output that has lost more than `max_attempts` nodes in the same way (`Loss`) without getting past the point where
    it lost them may be what ends the nodes. While it is not known whether so many have ended, it is not placed again; a
-   node that is live again has not, and one that has drained does not count. When so many have, or that wait takes more
-   than `node_wait`, the request ends with GivenUpError; when the router stops before it knows, with UnavailableError.
+   node that is live again has not, and one that has drained, or has not taken it (`NotTakenError`), does not count.
+   When so many have, or that wait takes more than `node_wait`, the request ends with GivenUpError; when the router
+   stops before it knows, with UnavailableError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of its logits, the seed, the output index and all tokens before it, never of the node that samples
@@ -198,8 +199,9 @@ class RequestSupervisor:
         if share.wait is None:
             return ()
         waited = self._clock.now() - share.lost_at
-        message = f"no decode node came that could go on within {waited:.1f} s: {share.lost}"
-        raise UnavailableError(message) from share.lost
+        error = UnavailableError(f"no decode node came that could go on within {waited:.1f} s: {share.lost}")
+        _logger.warning("request %s: %s", self._wire_id, error)
+        raise error from share.lost
 
     # -- placing and placing again -------------------------------------------------------------------------------------
 
@@ -208,7 +210,8 @@ class RequestSupervisor:
         lost.__traceback__ = None  # its frames refer to the attempt, and so to a prompt, for as long as it is kept
         attempt.close()
         self._lost.add(lost.source)
-        share.losses.add((lost.loss, lost.source))
+        if lost.was_taken:
+            share.losses.add((lost.loss, lost.source))
         self._shares.remove(share)
         for choices in self._split(sorted(attempt.unfinished)):
             doubts_kv = share.doubts_kv or lost.doubts_kv
@@ -226,8 +229,10 @@ class RequestSupervisor:
         """Places a share again, or lets it wait for a node. Only a share that has waited takes a node that the request
         has lost before, and can be sure that the router has heard if its last one has ended or drained."""
         assert share.lost is not None
-        if self._is_doubtful(share):
-            self._search_later(share)
+        share.forget_drained(self._placer.has_drained)
+        away = self._away(share, share.lost)
+        if len(away) > self._limits.max_attempts:
+            self._wait_to_know(share, share.lost, away)
             return
         node_request = self._node_request(share.choices, is_replay=True)
         try:
@@ -246,19 +251,17 @@ class RequestSupervisor:
         self._tally.migrated(node_request, share.lost.loss.cause)
         self._start(share, node_request, placement)
 
-    def _is_doubtful(self, share: Share) -> bool:
-        """Tells whether more than `max_attempts` nodes that the share has lost in the same way may have ended without
-        being drained. Raises GivenUpError when they have, or it has waited for too long to know, and UnavailableError
-        when the router stops before it knows. Unless the share has waited, the last of them counts, because the router
-        may not have heard yet that it has ended."""
-        lost = share.lost
-        assert lost is not None
-        share.losses = {(loss, node) for loss, node in share.losses if not self._placer.has_drained(node)}
+    def _away(self, share: Share, lost: NodeLostError) -> list[KVSource]:
+        """Returns the nodes that the share has lost in the same way as its last one (`lost`) and that may have ended.
+        Unless the share has waited, the last one may have, because the router may not have heard of it yet."""
         nodes = [node for loss, node in share.losses if loss is lost.loss]
         last = None if share.has_waited else lost.source
-        away = [node for node in nodes if node == last or not self._placer.is_live(node)]
-        if len(away) <= self._limits.max_attempts:
-            return False
+        return [node for node in nodes if node == last or not self._placer.is_live(node)]
+
+    def _wait_to_know(self, share: Share, lost: NodeLostError, away: Sequence[KVSource]) -> None:
+        """Lets the share wait until it is known which of the nodes that are `away`, more than `max_attempts`, have
+        ended. Raises GivenUpError if it is known that too many have, or if the share has waited for too long, and
+        UnavailableError if the router stops before it knows."""
         have_ended = sum(map(self._placer.has_ended, away)) > self._limits.max_attempts
         if self._router_stops and not have_ended:
             raise UnavailableError("the router is stopping") from lost
@@ -266,7 +269,7 @@ class RequestSupervisor:
             raise GivenUpError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
         if not share.has_waited:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
-        return True
+        self._search_later(share)
 
     def _search_later(self, share: Share) -> None:
         """Lets the share look for a node after a wait that grows, or as soon as a decode node becomes live."""

@@ -29,8 +29,9 @@ class Supply:
     def open(self, wire_id: str, node_request: NodeRequest, *, timeout: float, sink: Sink) -> None:
         """Starts the prefill as `PrefillClient.prefill` does."""
         self._charge.begin()
-        self._prefilling = self._placement.client.prefill(
-            wire_id, node_request, self._placement.sources, timeout=timeout, sink=sink
+        placement = self._placement
+        self._prefilling = placement.client.prefill(
+            wire_id, node_request, placement.sources, epoch=placement.source.epoch, timeout=timeout, sink=sink
         )
 
     def published(self, num_blocks: int) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvrelay.core.clock import Clock
+from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.core.node_report import STORE, FetchReport, NodeRole
 from router.relay.recovery_metrics import MigrationCause, RecomputationCause, RecoveryMetrics, Rung
 from router.request import KVOrigins, NodeRequest, RequestTrace, RoutedRequest
@@ -132,7 +133,7 @@ class Tally:
 
     def num_blocks(self, num_tokens: int) -> int:
         """Returns how many blocks so many tokens need, the last one perhaps filled in part."""
-        return -(-num_tokens // self._block_size)
+        return num_blocks_for(num_tokens, self._block_size)
 
     def _found(self, node_request: NodeRequest, num_tokens: int) -> None:
         """Notes that a node has computed the prompt from there on. Each of a request's nodes computes to its end, so

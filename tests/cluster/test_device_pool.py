@@ -15,8 +15,8 @@ from kv_connector.device.staged import StagedConnector
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.engine.kv_pool import pool_over
-from kvrelay.node import startup
-from kvrelay.node.pool import NodePool, PoolPlan, serve_directly, stage
+from kvrelay.node.transfers import transfers
+from kvrelay.node.transfers.pool import NodePool, PoolPlan, serve_directly, stage
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
@@ -51,7 +51,7 @@ async def test_transfers_staged_through_the_host_change_no_token(
     def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> NodePool:
         return on_device(backend, replace(plan, staging_bytes=slots * plan.layout.block_bytes), device)
 
-    monkeypatch.setattr(startup, "make_pool", make_pool)
+    monkeypatch.setattr(transfers, "make_pool", make_pool)
     async with cluster(model, connector=connector, max_num_batched_tokens=64) as running:
         for prompt in (prompt_of(1), prompt_of(100), prompt_of(700), [*prompt_of(100), 5, 6, 7]):
             result = await running.generate(prompt, max_tokens=8)
@@ -68,8 +68,8 @@ async def test_direct_transfers_between_devices_change_no_token(
     async def choose(*_: object) -> tuple[str, ...]:
         return tuple(direct.split(","))
 
-    monkeypatch.setattr(startup, "_direct", choose)
-    monkeypatch.setattr(startup, "make_direct_pool", directly)
+    monkeypatch.setattr(transfers, "_direct", choose)
+    monkeypatch.setattr(transfers, "make_direct_pool", directly)
     async with cluster(model, connector="shared_memory,ucx", max_num_batched_tokens=64) as running:
         for prompt in (prompt_of(100), prompt_of(700)):
             result = await running.generate(prompt, max_tokens=8)
@@ -99,7 +99,7 @@ async def test_a_device_that_copies_wrongly_fails_the_start(model: Path, monkeyp
         stage(backend, plan, memory)
         raise AssertionError("it passed")
 
-    monkeypatch.setattr(startup, "make_pool", make_pool)
+    monkeypatch.setattr(transfers, "make_pool", make_pool)
     with pytest.raises(ConfigurationError, match="4 of 4 blocks arrived with other bytes"):
         async with cluster(model):
             pass

@@ -10,9 +10,10 @@ from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.scheduler import SchedulerConfig
+from kvrelay.engine.step_result import Reservation, StepResult
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.late_runner import LateRunner, WatchedPool
 

@@ -80,6 +80,46 @@ def test_a_prompt_that_waits_for_a_step_alone_keeps_its_room() -> None:
     harness.run()
 
 
+def test_a_prompt_that_waits_for_a_step_alone_keeps_its_places() -> None:
+    """As it keeps its blocks: it needs one place for each of its outputs."""
+    harness = Harness(num_blocks=100, max_num_seqs=3, max_num_batched_tokens=64)
+    harness.engine.add(request("under way", prompt_of(300), 1))
+    harness.step()
+    harness.engine.add(request("first", prompt_of(200, 1), 1, n=2))
+    harness.engine.add(replace(request("second", prompt_of(160, 2), 1), receive=True))
+    while harness.engine.load().num_requests_waiting == 2:
+        assert harness.step()
+    assert not [found for result in harness.results for found in result.reservations], "it is the first that has left"
+    harness.run()
+    harness.engine.unpin([block.block_id for block in harness.reservation("second").missing])
+    harness.engine.abort("second")
+    harness.engine.check_idle()
+
+
+def test_a_prompt_that_lacks_blocks_is_not_overtaken_while_one_before_it_waits_for_a_step_alone() -> None:
+    """Else the requests whose KV arrives would take the blocks that it lacks, for as long as prompts go before it."""
+    harness = Harness(num_blocks=16, max_num_batched_tokens=16, policy="priority")
+    harness.engine.add(request("arriving", prompt_of(64), role=KVRole.CONSUME))
+    harness.step()
+    harness.engine.add(request("lacking", prompt_of(80, 1), 1, priority=1))
+    harness.step()
+    harness.engine.add(request("under way", prompt_of(48, 2), 1))
+    harness.step()
+    harness.engine.add(request("head", prompt_of(16, 3), 1))
+    harness.engine.add(request("behind", prompt_of(8, 4), role=KVRole.CONSUME, priority=1))
+    harness.step()
+    harness.run()
+    assert harness.finish_order == ["under way", "head"]
+    assert [found.request_id for result in harness.results for found in result.reservations] == ["arriving"]
+    harness.engine.unpin([block.block_id for block in harness.reservation("arriving").missing])
+    harness.engine.abort("arriving")
+    harness.run()
+    assert harness.finish_order[-1] == "lacking"
+    harness.engine.unpin([block.block_id for block in harness.reservation("behind").missing])
+    harness.engine.abort("behind")
+    harness.engine.check_idle()
+
+
 def test_a_prompt_takes_no_block_that_one_under_way_still_needs() -> None:
     """Else many short ones, whose leases outlive them, would have the long one preempted that shares its steps."""
     harness = Harness(num_blocks=24, publish=True, max_num_batched_tokens=32)
@@ -230,6 +270,20 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_give
     assert harness.tokens["long", 0] == expected_output(long, 8)
 
 
+def test_a_request_that_fits_does_not_wait_for_what_an_aborted_one_before_it_lacked() -> None:
+    harness = Harness(num_blocks=8, publish=True)
+    produce(harness, "leased", prompt_of(40))
+    harness.engine.add(request("large", prompt_of(60, 1)))
+    harness.run()
+    assert harness.engine.load().num_requests_waiting == 1
+    harness.engine.abort("large")
+    harness.engine.add(request("small", prompt_of(8, 2), 2))
+    harness.run()
+    assert harness.finish_order == ["small"]
+    harness.engine.release_lease("leased")
+    harness.engine.check_idle()
+
+
 class _History:
     """Random holders of blocks, some of which have the names of the blocks of `sequence`."""
 
@@ -299,7 +353,7 @@ def test_a_sequence_that_fits_is_never_told_to_lack_blocks(seed: int) -> None:
     for _ in range(400):
         history.move()
         num_kept = history.rng.choice((0, 0, 0, 2))
-        if shortage is not None and shortage.goes_on(sequence, pool, num_kept=num_kept):
+        if shortage is not None and shortage.persists(sequence, pool, num_kept=num_kept):
             assert find_shortage(sequence, pool, num_kept=num_kept) is not None
         else:
             shortage = find_shortage(sequence, pool, num_kept=num_kept)

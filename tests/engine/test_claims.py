@@ -29,6 +29,21 @@ def test_those_admitted_in_one_step_do_not_take_each_others_places(role: KVRole)
     _end(harness, 4)
 
 
+def test_outputs_that_decode_claim_no_blocks() -> None:
+    """Each takes its own when it needs it. Two that share a block need one more between them."""
+    harness = Harness(num_blocks=4)
+    harness.engine.add(request("decoding", prompt_of(5), 3, n=2))
+    harness.step()
+    harness.engine.add(request("arriving", prompt_of(16, 1), role=KVRole.CONSUME))
+    harness.step()
+    assert len(harness.reservation("arriving").missing) == 2
+    harness.run()
+    assert harness.finish_order == ["decoding"] * 2 and harness.engine.load().num_preemptions == 0
+    harness.engine.unpin([block.block_id for block in harness.reservation("arriving").missing])
+    harness.engine.abort("arriving")
+    harness.engine.check_idle()
+
+
 def _num_reads(monkeypatch: pytest.MonkeyPatch, num_requests: int, role: KVRole) -> int:
     """Counts how often the first step reads what a sequence has or needs, when that many short requests come."""
     harness = Harness(num_blocks=256, max_num_seqs=128, max_num_batched_tokens=1024)

@@ -60,3 +60,26 @@ def test_what_was_computed_behind_it_before_is_forgotten_too() -> None:
     removed = {name for result in harness.results for name in result.removed}
     assert removed == set(names) - {names[0]} == {name for result in harness.results for name in result.distrusted}
     harness.engine.check_idle()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_what_follows_a_copy_of_a_forgotten_block_is_not_named(*, run_ahead: bool) -> None:
+    """The copy got no name while a lease pinned the distrusted block. No name leads from what follows it to the block
+    before both."""
+    harness = Harness(run_ahead=run_ahead, max_num_batched_tokens=BLOCK_SIZE, publish=True)
+    engine, pool = harness.engine, harness.engine.pool
+    produce(harness, "leased", PROMPT[: 2 * BLOCK_SIZE])
+    first, second = [block.block_hash for result in harness.results for block in result.named]
+    engine.distrust(second)
+    engine.add(request("longer", PROMPT))
+    for _ in range(2 if run_ahead else 1):  # until its copy has been collected
+        harness.step()
+    assert pool.find(second) is not None
+    engine.release_lease("leased")
+    harness.run()
+    assert harness.tokens["longer", 0] == expected_output(PROMPT, 8)
+    stored = [name for result in harness.results for name in result.stored]
+    assert [name for name in stored if pool.find(name) is not None] == [first]
+    engine.distrust(first)
+    assert [name for name in stored if pool.find(name) is not None] == []
+    engine.check_idle()

@@ -94,6 +94,17 @@ def test_a_request_that_waits_for_the_tokens_of_a_prompt_lacks_no_room() -> None
     assert (load.num_requests_waiting, load.first_lacking) == (1, 0)
 
 
+def test_a_request_that_lacks_only_a_place_is_not_named() -> None:
+    """Else a prefill node would end leases early for it, whose blocks are of no use to it."""
+    harness = Harness(max_num_seqs=2, policy="priority")
+    harness.engine.add(request("decoding", prompt_of(5), 30, n=2))
+    harness.step()
+    harness.engine.add(request("next", prompt_of(5, 1)))
+    harness.step()
+    load = harness.engine.load()
+    assert (load.num_requests_decoding, load.num_requests_waiting, load.first_lacking) == (2, 1, 0)
+
+
 def test_where_nobody_is_overtaken_no_request_that_lacks_room_is_named() -> None:
     """Those that run leave room in time."""
     harness = Harness(num_blocks=8, publish=True)

@@ -17,16 +17,9 @@ from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, should_yield_cores
 from kvrelay.engine.plan import SchedulerOutput
-from kvrelay.engine.request import (
-    EngineRequest,
-    KVRole,
-    PromptOutput,
-    RequestFailure,
-    Reservation,
-    SequenceOutput,
-    StepResult,
-)
+from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.runner import LaunchedStep, Runner
+from kvrelay.engine.step_result import PromptOutput, RequestFailure, Reservation, SequenceOutput, StepResult
 from tests.engine.harness import Harness, prompt_of, request
 
 PATIENCE = 10.0

@@ -136,7 +136,8 @@ class Run:
         unnamed = [i for i in self.naive.refs if self.naive.held(i) and i not in taken]
         for block_id in self.rng.sample(unnamed, min(3, len(unnamed))):
             number = self.rng.randrange(12)
-            if name(number) not in self.naive.names.values():
+            present = set(self.naive.names.values())
+            if name(number) not in present and (number == 0 or name(number // 2) in present):
                 self.pool.register(block_id, name(number), parent=name(number // 2) if number else None)
                 followers = self.naive.followers()
                 if number:

@@ -1,31 +1,19 @@
 """A node that only decodes leaves its cores to prompts that wait on another node, for a part of the time."""
 
 import asyncio
-import os
-from collections.abc import Iterator
 
 import pytest
-from paged_kernels.cpu.threads import threads_kept
 
-from kvrelay.core.process.core_table import CoreShare, CoreTable
+from kvrelay.core.process.core_table import CoreShare
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread, seconds_to_rest
-from kvrelay.engine.request import KVRole, StepResult
+from kvrelay.engine.request import KVRole
+from kvrelay.engine.step_result import StepResult
 from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.timed_runner import TimedRunner
 from tests.manual_clock import ManualClock
 
 PATIENCE = 10.0
-
-
-@pytest.fixture
-def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
-    """Makes the shares of a node that decodes and of another one, with one core each."""
-    descriptor = CoreTable.create(2, 2)
-    table = CoreTable(descriptor)
-    os.close(descriptor)  # the mapping stays
-    with threads_kept():
-        yield CoreShare(1, table, 0), CoreShare(1, table, 1)
 
 
 def harness_of(share: CoreShare, decode: float) -> Harness:

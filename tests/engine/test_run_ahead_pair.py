@@ -5,7 +5,8 @@ import random
 import pytest
 
 from kvrelay.core.generation.outputs import TokenOutput
-from kvrelay.engine.request import KVRole, Reservation
+from kvrelay.engine.request import KVRole
+from kvrelay.engine.step_result import Reservation
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, first_tokens, move, prompt_of, request
 

@@ -1,13 +1,11 @@
 """What steps have cost, and the chunks that prompts get beside decodes because of it."""
 
 import math
-import os
 from dataclasses import replace
 
 import pytest
-from paged_kernels.cpu.threads import threads_kept
 
-from kvrelay.core.process.core_table import CoreShare, CoreTable
+from kvrelay.core.process.core_table import CoreShare
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.scheduler import MIXED_TOKENS
@@ -163,28 +161,26 @@ def test_beside_decodes_a_prompt_gets_at_least_the_tokens_that_are_cheap_unless_
     ],
 )
 def test_a_prompt_that_yields_to_decodes_gets_the_tokens_that_are_cheap_and_no_more_unless_a_limit_is_given(
-    lent: bool, most: int, limit: int, chunks: list[int]
+    shares: tuple[CoreShare, CoreShare], lent: bool, most: int, limit: int, chunks: list[int]
 ) -> None:
-    descriptor = CoreTable.create(2, 2)
-    table, clock = CoreTable(descriptor), ManualClock()
-    os.close(descriptor)  # the mapping stays
-    with threads_kept():
-        harness = Harness(
-            max_num_batched_tokens=most,
-            max_num_mixed_tokens=limit,
-            wrap=lambda runner: TimedRunner(runner, clock, decode=0.020, prompt_token=0.00049),
-            clock=clock,
-            threads=StepThreads(CoreShare(1, table, 0)),
-        )
-        CoreShare(1, table, 1).claim()
-        harness.engine.add(request("decode", prompt_of(40), 20))
-        harness.step()
-        harness.step()
-        harness.engine.add(request("before", prompt_of(16, 2), 1))
-        harness.step()
-        if lent:
-            table.claim(1, 0)
-        harness.engine.add(replace(request("prompt", prompt_of(90, 1), 2), yields_to_decodes=True))
-        assert chunks_of(harness, "prompt") == chunks
-        harness.run()
+    ours, other = shares
+    clock = ManualClock()
+    harness = Harness(
+        max_num_batched_tokens=most,
+        max_num_mixed_tokens=limit,
+        wrap=lambda runner: TimedRunner(runner, clock, decode=0.020, prompt_token=0.00049),
+        clock=clock,
+        threads=StepThreads(ours),
+    )
+    other.claim()
+    harness.engine.add(request("decode", prompt_of(40), 20))
+    harness.step()
+    harness.step()
+    harness.engine.add(request("before", prompt_of(16, 2), 1))
+    harness.step()
+    if lent:
+        other.release()
+    harness.engine.add(replace(request("prompt", prompt_of(90, 1), 2), yields_to_decodes=True))
+    assert chunks_of(harness, "prompt") == chunks
+    harness.run()
     harness.engine.check_idle()

@@ -26,7 +26,7 @@ from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
-from kvrelay.node.block_copy import choose_copy
+from kvrelay.node.transfers.block_copy import choose_copy
 from tests.kv_connector.device.direct_device import DirectDevice
 from tests.kv_connector.device.slow_device import SlowDevice
 from tests.kv_connector.settled import settled

@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from kv_connector.base import FetchOutcome
-from kv_connector.faulty import CallPlan, ConnectorFault, DamagingCopy, FaultyConnector, SeededFaults
 from kv_connector.header import Mismatch
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import KVError
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, num_leading_fetched, write_and_publish
+from tests.kv_connector.faulty import CallPlan, ConnectorFault, DamagingCopy, FaultyConnector, SeededFaults
 from tests.simulation.virtual_loop import VirtualLoop, run_virtual
 
 _TIMEOUT = 5.0

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kv_connector.base import FetchOutcomes, HostConnector
-from kv_connector.faulty import CallPlan, ConnectorFault, FaultyConnector
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.self_test import check_connector
 from kv_connector.settings import RedisSettings, SharedMemorySettings, UcxSettings
@@ -18,6 +17,7 @@ from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET
+from tests.kv_connector.faulty import CallPlan, ConnectorFault, FaultyConnector
 from tests.redis_server import RedisServer
 
 Make = Callable[[], HostConnector]

@@ -294,6 +294,18 @@ def shared_memory_and(harness: RedisHarness) -> TieredConnector[HostConnector]:
     return TieredConnector([SharedMemoryConnector(SharedMemorySettings()), harness.connector()])
 
 
+async def test_what_is_discarded_is_forgotten_by_the_store_behind_another_tier(redis_server: RedisServer) -> None:
+    harness = RedisHarness(redis_server.url, "forgotten")
+    node = Node(shared_memory_and(harness), "node", 8, LAYOUT, EPOCH)
+    sent = blocks(3)
+    await write_and_publish(node, sent)
+    await node.connector.finish_storing()
+    assert set(await node.connector.fetch(None, moved(sent, 4), timeout=PATIENCE)) == {FETCHED}
+    await node.connector.discard([block.block_hash for block in sent[1:]])
+    assert await node.connector.fetch(None, moved(sent, 4), timeout=PATIENCE) == (FETCHED, MISSING, MISSING)
+    await node.connector.close()
+
+
 async def test_shared_memory_of_another_host_is_not_tried(redis_server: RedisServer) -> None:
     owner = Node(TieredConnector(three(redis_server.url, "far")[:2]), "owner", 8, LAYOUT, EPOCH)
     peer = Node(TieredConnector(three(redis_server.url, "far")[:2], host="0123456789abcdef"), "peer", 8, LAYOUT, EPOCH)

@@ -27,6 +27,7 @@ ServiceT = TypeVar("ServiceT", PrefillService, DecodeService)
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 64
+EPOCH = 1
 LAYOUT = KVLayout(num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=8, dtype="float32")
 
 
@@ -74,9 +75,16 @@ class StepwiseRunner(FakeRunner):
 NAMESPACE = KVNamespace(b"fake", "float32", LAYOUT.layout_id, BLOCK_SIZE)
 
 
-def make_node(runner: Runner | None = None, connector: HostConnector | None = None) -> Node:
+def make_node(
+    runner: Runner | None = None,
+    connector: HostConnector | None = None,
+    *,
+    node_id: str = "node",
+    epoch: int = EPOCH,
+    namespace: KVNamespace = NAMESPACE,
+) -> Node:
     connector = connector or InProcessConnector(InProcessHub())
-    connector.allocate(LAYOUT, NUM_BLOCKS, node_id="node", epoch=1)
+    connector.allocate(LAYOUT, NUM_BLOCKS, node_id=node_id, epoch=epoch)
     engine = Engine(
         SchedulerConfig(
             BLOCK_SIZE,
@@ -87,11 +95,11 @@ def make_node(runner: Runner | None = None, connector: HostConnector | None = No
         ),
         runner or FakeRunner(NUM_BLOCKS, BLOCK_SIZE),
         BlockPool(NUM_BLOCKS, on_evict=connector.retract),
-        NAMESPACE,
+        namespace,
         eos_token_ids=(),
         publish=True,
     )
-    identity = NodeIdentity("node", 1, NAMESPACE, VOCAB_SIZE)
+    identity = NodeIdentity(node_id, epoch, namespace, VOCAB_SIZE)
     return Node(identity, engine, connector, fetch_timeout=10.0, prefill_rate=PrefillRate())
 
 

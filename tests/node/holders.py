@@ -9,7 +9,7 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
-from kvrelay.engine.request import Reservation
+from kvrelay.engine.step_result import Reservation
 from tests.node.fake_node import LAYOUT
 
 _NUM_BLOCKS = 16

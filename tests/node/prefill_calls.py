@@ -8,6 +8,7 @@ from kvrelay.core.rpc.calls import Context
 from kvrelay.core.rpc.wire import sampling_to_wire
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node.service import PrefillService
+from tests.node.fake_node import EPOCH
 
 PROMPT = list(range(100, 120))
 NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
@@ -17,7 +18,11 @@ PATIENCE = 10.0
 def prefill_request(request_id: str, prompt: Sequence[int]) -> pb.PrefillRequest:
     sampling = sampling_to_wire(SamplingParams(max_tokens=3, temperature=0.0, seed=0))
     return pb.PrefillRequest(
-        request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, lease_ttl_ms=60_000
+        request_id=request_id,
+        epoch=EPOCH,
+        prompt_token_ids=prompt,
+        sampling_params=sampling,
+        lease_ttl_ms=60_000,
     )
 
 

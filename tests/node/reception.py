@@ -9,7 +9,8 @@ from kv_connector.in_process import InProcessHub
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.node_report import FetchReport, RefusedBlock
 from kvrelay.core.outages import Outages
-from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.step_result import Reservation, StepResult
 from kvrelay.node.absences import Absences
 from kvrelay.node.fetches_under_way import FetchesUnderWay
 from kvrelay.node.node import Node

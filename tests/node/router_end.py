@@ -6,11 +6,14 @@ from contextlib import aclosing
 from typing import Any, cast
 
 from decode_node.service import DecodeService
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.rpc.calls import Context
+from kvrelay.core.rpc.errors import error_from_status
 from kvrelay.core.rpc.wire import output_to_wire, sampling_to_wire
 from kvrelay.v1 import decode_node_pb2 as pb
+from tests.node.fake_node import EPOCH
 
 PROMPT = list(range(100, 120))
 PATIENCE = 10.0
@@ -20,13 +23,19 @@ _NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
 
 def admit(request_id: str, *, n: int = 1, local_prefill: bool = False, max_tokens: int = 3) -> pb.DecodeCommand:
     sampling = sampling_to_wire(SamplingParams(n=n, max_tokens=max_tokens, temperature=0.0, seed=0))
-    message = pb.Admit(request_id=request_id, prompt_token_ids=PROMPT, sampling_params=sampling)
+    message = pb.Admit(request_id=request_id, epoch=EPOCH, prompt_token_ids=PROMPT, sampling_params=sampling)
     message.local_prefill = local_prefill
     return pb.DecodeCommand(admit=message)
 
 
 def start(request_id: str, outputs: Sequence[TokenOutput]) -> pb.DecodeCommand:
     return pb.DecodeCommand(start=pb.Start(request_id=request_id, first_tokens=map(output_to_wire, outputs)))
+
+
+def failure(event: pb.DecodeEvent) -> KVRelayError:
+    """Returns the error with which the request of this event has failed."""
+    assert event.HasField("failed"), event
+    return error_from_status(event.failed.status)
 
 
 class Router:

@@ -2,16 +2,17 @@
 
 import asyncio
 
-import grpc
 import pytest
 
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessConnector, InProcessHub
+from kvrelay.core.errors import InvalidRequestError, NotTakenError
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.rpc.wire import source_to_wire
-from kvrelay.engine.request import EngineRequest, Reservation
+from kvrelay.engine.request import EngineRequest
+from kvrelay.engine.step_result import Reservation
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output
@@ -27,7 +28,7 @@ from tests.node.fake_node import (
     serving,
 )
 from tests.node.holders import Holder, LadderConnector
-from tests.node.router_end import PATIENCE, PROMPT, Router, admit, start
+from tests.node.router_end import PATIENCE, PROMPT, Router, admit, failure, start
 
 
 async def test_commands_do_not_wait_for_the_step_under_way() -> None:
@@ -59,7 +60,7 @@ async def test_a_node_drains_until_its_requests_are_over_and_takes_no_new_one() 
         await asyncio.sleep(0)
         router.send(admit("late", local_prefill=True))
         refused = await router.event()
-        assert refused.failed.code == grpc.StatusCode.UNAVAILABLE.value[0] and refused.request_id == "late"
+        assert isinstance(failure(refused), NotTakenError) and refused.request_id == "late"
         assert not draining.done()
         runner.gate.set()
         while not (await router.event()).tokens.finish_reason:
@@ -147,7 +148,7 @@ async def test_the_router_is_told_how_much_was_here_how_much_was_fetched_and_how
         pull = pb.Pull(request_id="a", source=source_to_wire(holder.source), num_blocks=2, final=True)
         router.send(admit("a"), pb.DecodeCommand(pull=pull), start("a", [TokenOutput(0, (1,))]))
         admitted, ready = await router.event(), await router.event()
-        assert (admitted.request_id, admitted.admitted.num_cached_tokens) == ("a", BLOCK_SIZE)
+        assert (admitted.request_id, admitted.HasField("admitted")) == ("a", True)
         assert (ready.request_id, ready.kv_ready.num_fetched_tokens) == ("a", BLOCK_SIZE)
         assert ready.kv_ready.num_recomputed_tokens == len(PROMPT) - 2 * BLOCK_SIZE
         await router.close()
@@ -193,7 +194,7 @@ async def test_a_step_that_fails_ends_its_requests() -> None:
         router = Router(service)
         router.send(admit("a", local_prefill=True))
         event = await router.event()
-        assert "not finite" in event.failed.message
+        assert "not finite" in str(failure(event))
         assert not service._active and not node.activity
         await router.close()
         await node.check_idle()
@@ -217,7 +218,8 @@ async def test_a_prompt_is_computed_here_when_its_holder_has_hung_for_its_share_
                 events.append(await router.event())
             assert [token for event in events for token in event.tokens.token_ids] == expected_output(PROMPT, 3)
             assert any(event.HasField("prompt_logprobs") for event in events) == (command is computed)
-            assert sum(event.HasField("admitted") for event in events) == 1
+            assert sum(event.HasField("prompt_computed") for event in events) == 1
+            assert not any(event.HasField("admitted") for event in events)
         assert len(connector.fetches) == 2 and connector.timeouts[0] <= 0.05, "the store is asked, too"
         await router.close()
         await node.check_idle()
@@ -289,30 +291,18 @@ async def test_a_request_that_the_engine_refuses_fails() -> None:
         empty.admit.ClearField("prompt_token_ids")
         router.send(empty)
         event = await router.event()
-        assert event.failed.message == "the prompt is empty"
+        assert str(failure(event)) == "the prompt is empty"
         await router.close()
         await node.check_idle()
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "why"),
-    [
-        ("max_tokens", NUM_BLOCKS * BLOCK_SIZE - len(PROMPT) + 1, "node takes 512 tokens, not 513"),
-        ("n", 17, "node runs 16 sequences, not 17"),
-    ],
-)
-async def test_a_request_for_which_there_will_be_no_room_is_left_to_another_node(
-    field: str, value: int, why: str
-) -> None:
+async def test_a_request_with_more_outputs_than_the_node_runs_fails() -> None:
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
-        most, too_much = admit("most"), admit("a")
-        setattr(most.admit.sampling_params, field, value - 1)
-        setattr(too_much.admit.sampling_params, field, value)
-        router.send(too_much, most)
-        event = await router.event()
-        assert event.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
-        assert event.failed.message == why
+        router.send(admit("too many", n=17))
+        refused = failure(await router.event())
+        assert isinstance(refused, InvalidRequestError) and refused.field == "n"
+        router.send(admit("most", n=16))
         assert (await router.event()).HasField("admitted")
         await router.close()
         await node.check_idle()
@@ -330,7 +320,7 @@ async def test_a_request_obeys_its_own_router_only() -> None:
             admit("a"),
         )
         refused = await other.event()
-        assert "another router" in refused.failed.message
+        assert "another router" in str(failure(refused))
         await other.close()
         first, *rest = expected_output(PROMPT, 3)
         final = pb.Pull(request_id="a", final=True)
@@ -377,7 +367,7 @@ async def test_an_unforeseen_error_in_the_engine_ends_the_request(caplog: pytest
         await node.engine_thread.call(lambda engine: setattr(engine, "add", fail))
         router = Router(service)
         router.send(admit("a"))
-        assert (await router.event()).failed.message == "internal error"
+        assert str(failure(await router.event())) == "internal error"
         assert "no such case" in caplog.text
         await node.check_idle()
         await router.close()
@@ -392,7 +382,7 @@ async def test_an_unforeseen_error_in_a_fetch_ends_the_request(caplog: pytest.Lo
         pull = pb.Pull(request_id="a", source=source, num_blocks=3)
         router.send(admit("a"), pb.DecodeCommand(pull=pull))
         assert (await router.event()).HasField("admitted")
-        assert (await router.event()).failed.message == "internal error"
+        assert str(failure(await router.event())) == "internal error"
         assert "no such case" in caplog.text
         await node.check_idle()
         await router.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import RefusedBlock
-from kvrelay.engine.request import EngineLoad
+from kvrelay.engine.step_result import EngineLoad
 from kvrelay.node.event_log import EventLog
 
 LOAD = EngineLoad(0, 0, 0, 0, 8, 8, 0, 0, 0)

@@ -8,7 +8,8 @@ import pytest
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.step_result import Reservation, StepResult
 from kvrelay.node.fetches_under_way import FetchesUnderWay
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH
 from tests.kv_connector.backends import Node as Holder

@@ -4,27 +4,23 @@ long. What the engine reports of it later changes nothing."""
 import asyncio
 import weakref
 from contextlib import aclosing, suppress
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from decode_node.service import DecodeService
 from kv_connector.in_process import InProcessHub
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.core.rpc.calls import Context
-from kvrelay.core.rpc.wire import sampling_to_wire
-from kvrelay.engine.request import StepResult
-from kvrelay.v1 import common_pb2, prefill_node_pb2
+from kvrelay.engine.step_result import StepResult
+from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 from prefill_node.service import PrefillService
 from tests.node.fake_node import FailingRunner, StepwiseRunner, make_node, serving
 from tests.node.holders import LadderConnector
+from tests.node.prefill_calls import NO_CONTEXT, prefill_request
 from tests.node.router_end import PATIENCE, PROMPT, Router, admit
 
 pytestmark = pytest.mark.usefixtures("without_collections")
-
-_NO_CONTEXT = cast(Context, None)  # the service reads nothing from it
 
 
 async def test_a_request_that_was_aborted_while_it_received_is_forgotten() -> None:
@@ -47,9 +43,9 @@ async def test_a_prefill_that_was_aborted_while_it_received_is_forgotten() -> No
     connector = LadderConnector(InProcessHub())
     connector.hung = {"h"}
     async with serving(PrefillService, node := make_node(connector=connector)) as service:
-        request = _prefill_request()
+        request = prefill_request("a", PROMPT)
         request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
-        async with aclosing(service.Prefill(request, _NO_CONTEXT)) as events, asyncio.timeout(PATIENCE):
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events, asyncio.timeout(PATIENCE):
             await anext(events)
             while not connector.fetches:
                 await asyncio.sleep(0)
@@ -60,7 +56,7 @@ async def test_a_prefill_that_was_aborted_while_it_received_is_forgotten() -> No
 
 async def test_a_prefill_that_has_failed_is_forgotten() -> None:
     async with serving(PrefillService, node := make_node(FailingRunner())) as service:
-        events = service.Prefill(_prefill_request(), _NO_CONTEXT)
+        events = service.Prefill(prefill_request("a", PROMPT), NO_CONTEXT)
         await anext(events)
         forgotten = weakref.ref(service._active["a"].events)
         with suppress(KVRelayError):
@@ -131,10 +127,10 @@ async def test_what_the_engine_reports_of_a_prefill_that_was_given_up_meanwhile_
     async with serving(PrefillService, node := make_node(FailingRunner() if what == "failures" else None)) as service:
         handle, late = node._handler, list[StepResult]()
         node._handler = late.append
-        request = _prefill_request()
+        request = prefill_request("a", PROMPT)
         if what == "reservations":
             request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
-        async with aclosing(service.Prefill(request, _NO_CONTEXT)) as events:
+        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
             await anext(events)
             await _until_reported(what, late)
         for result in late:
@@ -146,13 +142,6 @@ async def _until_reported(what: str, results: list[StepResult]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not any(getattr(result, what) for result in results):
             await asyncio.sleep(0)
-
-
-def _prefill_request() -> prefill_node_pb2.PrefillRequest:
-    sampling = sampling_to_wire(SamplingParams(max_tokens=3, temperature=0.0, seed=0))
-    return prefill_node_pb2.PrefillRequest(
-        request_id="a", prompt_token_ids=PROMPT, sampling_params=sampling, lease_ttl_ms=60_000
-    )
 
 
 async def _until_none(forgotten: "weakref.ref[Any]") -> None:

@@ -80,6 +80,15 @@ def test_so_is_what_the_node_has_sent_before() -> None:
     assert next_ask(ladder) == (H, (1, 2))
 
 
+def test_what_others_have_sent_behind_the_bad_block_of_a_node_is_kept() -> None:
+    ladder = Ladder(3)
+    ladder.offer(H, 3)
+    assert settle(ladder, FETCHED, MISSING, FETCHED) == 1
+    ladder.announce(P, 3)
+    assert settle(ladder, REFUSED) == 0
+    assert next_ask(ladder) == (None, (1,))
+
+
 def test_after_a_bad_block_from_the_store_only_that_block_is_requested_from_the_next_source() -> None:
     """Nodes write into it what they have computed themselves."""
     ladder = Ladder(4)
@@ -183,6 +192,14 @@ def test_a_store_that_sends_several_bad_blocks_is_not_asked_again() -> None:
     ladder.offer(H, 65)
     assert settle(ladder, FETCHED) == 64
     assert ladder.next() is None, "the third one was one too many"
+
+
+def test_blocks_behind_a_gap_are_not_reported_as_fetched() -> None:
+    """They are not delivered, but computed after the gap."""
+    ladder = Ladder(4)
+    ladder.announce(P, 4)
+    assert settle(ladder, FETCHED, MISSING, FETCHED, FETCHED) == 1
+    assert ladder.report(8) == FetchReport(8, (("p", 1),), num_missing=1)
 
 
 def test_the_store_is_not_asked_for_blocks_that_are_still_being_computed() -> None:

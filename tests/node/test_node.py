@@ -10,7 +10,8 @@ from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.request import EngineRequest, KVRole, Reservation, StepResult
+from kvrelay.engine.request import EngineRequest, KVRole
+from kvrelay.engine.step_result import Reservation, StepResult
 from tests.node.fake_node import BLOCK_SIZE, FailingRunner, make_node
 
 

@@ -14,9 +14,9 @@ from kvrelay.core.kv.block_hash import BlockHash, block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.rpc.wire import source_to_wire
 from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
-from kvrelay.engine.request import Reservation
 from kvrelay.engine.runner import LaunchedStep
 from kvrelay.engine.sampling.sampler import NO_TOKEN
+from kvrelay.engine.step_result import Reservation
 from kvrelay.v1 import decode_node_pb2 as pb
 from prefill_node.service import PrefillService
 from tests.engine.fake_runner import FakeRunner
@@ -68,19 +68,21 @@ async def test_the_next_request_does_not_find_what_the_router_distrusts(*, distr
     names = list(block_hashes(NAMESPACE.root(), PROMPT, BLOCK_SIZE))
     blocks = tuple(NamedBlock(index, name, BLOCK_SIZE) for index, name in enumerate(names))
     await holder.hold(Reservation("a", 0, blocks), len(blocks))
-    node = make_node(connector=InProcessConnector(hub))
+    runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE)
+    runner.pool = [[0] * BLOCK_SIZE for _ in runner.pool]  # it does not see what is fetched
+    node = make_node(runner, InProcessConnector(hub))
     async with serving(DecodeService, node) as service, asyncio.timeout(PATIENCE):
         router = Router(service)
         pull = pb.Pull(request_id="a", source=source_to_wire(holder.source), num_blocks=len(blocks))
         router.send(admit("a"), pb.DecodeCommand(pull=pull))
-        assert (await router.event()).admitted.num_cached_tokens == 0
+        assert (await router.event()).HasField("admitted")
         while len(await node.engine_thread.call(lambda engine: engine.pool.lookup(names))) < len(names):
             pass
         abort = pb.Abort(request_id="a", distrust=distrust)
-        router.send(pb.DecodeCommand(abort=abort), admit("b"))
-        admitted = await router.event()
-        assert admitted.request_id == "b"
-        assert admitted.admitted.num_cached_tokens == (0 if distrust else len(names) * BLOCK_SIZE)
+        router.send(pb.DecodeCommand(abort=abort), admit("b", local_prefill=True))
+        computed = await router.event()
+        assert computed.request_id == "b"
+        assert computed.prompt_computed.num_cached_tokens == (0 if distrust else len(names) * BLOCK_SIZE)
         await router.close()
         await node.check_idle()
     await holder.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.engine.request import EngineLoad
+from kvrelay.engine.step_result import EngineLoad
 from kvrelay.node.prefill_rate import PrefillRate
 
 

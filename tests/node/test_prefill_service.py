@@ -7,11 +7,11 @@ from contextlib import aclosing
 import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
-from kvrelay.core.errors import InvalidRequestError, KVError, KVRelayError, UnavailableError
+from kvrelay.core.errors import ContextLengthError, InvalidRequestError, KVError, KVRelayError, UnavailableError
 from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.rpc.wire import source_to_wire
-from kvrelay.engine.request import Reservation, StepResult
+from kvrelay.engine.step_result import Reservation, StepResult
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import prefill_node_pb2 as pb
 from prefill_node import leases
@@ -166,10 +166,10 @@ async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_a
         await node.check_idle()
 
 
-async def test_a_request_that_may_become_too_long_is_left_to_another_node() -> None:
+async def test_a_prompt_that_is_too_long_leaves_nothing() -> None:
     async with serving(PrefillService, node := make_node()) as service:
-        with pytest.raises(UnavailableError, match="node takes 512 tokens, not 513"):
-            await anext(prefill(service, "a", [1] * 510))
+        with pytest.raises(ContextLengthError):
+            await anext(prefill(service, "a", [1] * 513))
         assert await num_leases(service) == 0
         await node.check_idle()
 

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
-from kvrelay.engine.request import EngineLoad
+from kvrelay.engine.step_result import EngineLoad
 from prefill_node.service import PrefillService
 from prefill_node.stall import StallWatch
 from tests.node.fake_node import GatedRunner, make_node, serving

@@ -216,6 +216,21 @@ async def test_closing_publishes_nothing_more_and_unpins_what_waits() -> None:
     assert unpinned == [0, 1, 2]
 
 
+async def test_who_waits_until_the_queue_is_drained_does_not_wait_beyond_its_close() -> None:
+    connector = HangingConnector()
+    publisher = Publisher(connector, lambda block_ids: None, an_outage_log())
+    publisher.start(lambda error: pytest.fail(str(error)))
+    publisher.enqueue(BLOCKS[:1])
+    async with asyncio.timeout(PATIENCE):
+        while not connector.calls:
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(publisher.drain())
+        await asyncio.sleep(0)
+        assert not draining.done()
+        await publisher.close()
+        await draining
+
+
 async def test_a_node_whose_publisher_has_failed_counts_as_crashed() -> None:
     """Otherwise blocks would stay pinned until none can be allocated."""
     node = make_node()

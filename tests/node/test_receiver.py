@@ -80,6 +80,18 @@ async def test_a_damaged_block_and_those_behind_it_come_from_the_next_holder_and
         assert case.refused == [RefusedBlock(case.p.source, case.reservation.missing[1].block_hash)]
 
 
+async def test_of_several_blocks_that_one_fetch_brings_damaged_the_first_is_reported() -> None:
+    """Those behind it may have been computed from it: to distrust a later one would leave the fault where it is."""
+    async with reception() as case:
+        await case.p.hold(case.reservation, 5)
+        for index in (1, 3):
+            case.p.corrupt(index)
+        case.receiver.announce(case.p.source, 5)
+        case.receiver.end()
+        assert await case.run() == FetchReport(BLOCK_SIZE, (("p", 1),), num_refused=2)
+        assert case.refused == [RefusedBlock(case.p.source, case.reservation.missing[1].block_hash)]
+
+
 async def test_of_two_holders_that_send_a_block_damaged_only_the_first_is_reported() -> None:
     """It is rather the reader that damages it."""
     async with reception() as case:

@@ -2,13 +2,12 @@
 
 import asyncio
 
-import grpc
-
 from decode_node.router_stream import RouterStream
-from kvrelay.core.errors import InvalidRequestError, UnavailableError
+from kvrelay.core.errors import ContextLengthError, NotFiniteError, NotTakenError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.rpc.wire import output_from_wire
 from kvrelay.v1 import decode_node_pb2 as pb
+from tests.node.router_end import failure
 
 
 async def events_of(stream: RouterStream) -> list[pb.DecodeEvent]:
@@ -83,15 +82,14 @@ async def test_closing_a_stream_ends_it_without_another_message() -> None:
     assert await asyncio.wait_for(reading, 10.0) is None
 
 
-async def test_a_failure_has_its_code_and_the_field_that_is_wrong() -> None:
+async def test_a_failure_keeps_its_class_and_the_field_that_is_wrong() -> None:
     stream = RouterStream()
-    stream.send_failure("a", InvalidRequestError("no", field="prompt"))
-    stream.send_failure("b", UnavailableError("not now"))
-    found = [(event.failed.code, event.failed.field, event.failed.message) for event in await events_of(stream)]
-    assert found == [
-        (grpc.StatusCode.INVALID_ARGUMENT.value[0], "prompt", "no"),
-        (grpc.StatusCode.UNAVAILABLE.value[0], "", "not now"),
-    ]
+    sent = [ContextLengthError("too long", field="prompt"), NotFiniteError("no logits"), NotTakenError("not now")]
+    for error in sent:
+        stream.send_failure("a", error)
+    found = [failure(event) for event in await events_of(stream)]
+    assert list(map(repr, found)) == list(map(repr, sent))
+    assert [getattr(error, "field", None) for error in found] == ["prompt", None, None]
 
 
 async def test_a_message_that_has_left_is_not_added_to() -> None:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from decode_node.service import DecodeService
+from kvrelay.core.errors import DeadlineError
 from kvrelay.core.rpc import connections
 from kvrelay.core.rpc.connections import WHOLE_SERVER
 from kvrelay.node import server as server_module
@@ -17,7 +18,7 @@ from kvrelay.v1 import decode_node_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.chaos.proxy import Proxy
 from tests.node.fake_node import make_node
 from tests.node.health import health_of
-from tests.node.router_end import admit
+from tests.node.router_end import admit, failure
 
 PATIENCE = 10.0
 
@@ -83,7 +84,7 @@ async def test_a_decode_node_lets_go_of_what_a_router_holds_beyond_the_time_of_i
                 update = await call.read()
                 assert isinstance(update, pb.DecodeUpdate), "the stream goes on"
                 events += update.events
-            assert events[-1].failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+            assert isinstance(failure(events[-1]), DeadlineError)
             await node.activity.idle()
             await node.check_idle()
             call.cancel()

@@ -9,9 +9,10 @@ import torch
 from decode_node.service import DecodeService
 from kv_connector.base import HostConnector
 from kvrelay.core.node_report import NodeRole
-from kvrelay.node import pool, startup
-from kvrelay.node.pool import NodePool, PoolPlan
+from kvrelay.node import startup
 from kvrelay.node.settings import NodeSettings
+from kvrelay.node.transfers import pool, transfers
+from kvrelay.node.transfers.pool import NodePool, PoolPlan
 from tests.engine.tiny_models import make_tiny_model
 from tests.node.fake_node import serving
 
@@ -26,12 +27,13 @@ async def test_settings_reach_the_engine_its_fetches_and_its_pool(
         plans.append(plan)
         return pool.make_pool(backend, plan, device)
 
-    monkeypatch.setattr(startup, "make_pool", make_pool)
+    monkeypatch.setattr(transfers, "make_pool", make_pool)
     (tmp_path / "pools").mkdir()
     given: dict[str, Any] = {
         "model": str(make_tiny_model("llama", tmp_path / "model", vocab_size=320)),
         "connector": "shared_memory",
         "shared_memory_dir": str(tmp_path / "pools"),
+        "port": 7001,
         "device": "cpu",
         "threads": 1,
         "dtype": "float32",
@@ -52,5 +54,6 @@ async def test_settings_reach_the_engine_its_fetches_and_its_pool(
         assert (config.max_num_batched_tokens, config.max_num_mixed_tokens) == (48, 24)
         assert (fetches.fetch_timeout, fetches.patience) == (7.0, 14.0)
         assert node.num_host_blocks == 77
+        assert node.identity.node_id.endswith("-127.0.0.1:7001")
     [plan] = plans
     assert (plan.num_blocks, plan.staging_bytes) == (77, 3 << 29)

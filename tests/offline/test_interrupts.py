@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.engine.request import StepResult
+from kvrelay.engine.step_result import StepResult
 from tests.demo_model import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

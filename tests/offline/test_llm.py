@@ -21,7 +21,7 @@ from kvrelay.core.errors import InvalidRequestError, KVRelayError, ModelLoadErro
 from kvrelay.engine import startup
 from kvrelay.engine.cpu.runner import ComputedStep, CpuRunner
 from kvrelay.engine.plan import SchedulerOutput
-from kvrelay.engine.request import StepResult
+from kvrelay.engine.step_result import StepResult
 from kvrelay.offline.prompts import Prompt
 from tests.demo_model import DEMO_MODEL
 from tests.e2e.cluster import some_token_ids

@@ -15,6 +15,7 @@ from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.core.node_report import PROTOCOL
 from kvrelay.core.rpc.calls import CallInterceptor, Context
 from kvrelay.core.rpc.connections import serve_insecure, server_options
+from kvrelay.core.rpc.errors import rich_status
 from kvrelay.core.rpc.wire import namespace_to_wire, output_to_wire
 from kvrelay.v1 import (
     common_pb2,
@@ -193,6 +194,7 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
     async def Prefill(
         self, request: prefill_node_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_node_pb2.PrefillEvent]:
+        assert request.epoch == self.epoch
         call = PrefillCall(request, context.time_remaining() or math.inf)
         self.calls.put_nowait(call)
         try:
@@ -257,7 +259,9 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
             self.commands.put_nowait(command)
 
     async def admit(self) -> decode_node_pb2.Admit:
-        return (await self._next("admit")).admit
+        admit = (await self._next("admit")).admit
+        assert admit.epoch == self.epoch
+        return admit
 
     async def pull(self) -> decode_node_pb2.Pull:
         return (await self._next("pull")).pull
@@ -278,9 +282,12 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         assert command.WhichOneof("command") == kind, command
         return command
 
-    def admitted(self, request_id: str, num_cached_tokens: int = 0) -> None:
-        event = decode_node_pb2.Admitted(num_cached_tokens=num_cached_tokens)
-        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, admitted=event))
+    def admitted(self, request_id: str) -> None:
+        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, admitted=decode_node_pb2.Admitted()))
+
+    def prompt_computed(self, request_id: str, num_cached_tokens: int) -> None:
+        event = decode_node_pb2.PromptComputed(num_cached_tokens=num_cached_tokens)
+        self.send(decode_node_pb2.DecodeEvent(request_id=request_id, prompt_computed=event))
 
     def kv_missing(self, request_id: str, num_tokens: int) -> None:
         event = decode_node_pb2.KVMissing(num_missing_tokens=num_tokens)
@@ -300,8 +307,8 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
     def tokens(self, request_id: str, output: TokenOutput) -> None:
         self.send(decode_node_pb2.DecodeEvent(request_id=request_id, tokens=output_to_wire(output)))
 
-    def failed(self, request_id: str, code: grpc.StatusCode, message: str) -> None:
-        failure = decode_node_pb2.DecodeFailed(code=code.value[0], message=message)
+    def failed(self, request_id: str, error: KVRelayError) -> None:
+        failure = decode_node_pb2.DecodeFailed(status=rich_status(error).SerializeToString())
         self.send(decode_node_pb2.DecodeEvent(request_id=request_id, failed=failure))
 
     def send(self, *events: decode_node_pb2.DecodeEvent) -> None:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kv_connector.faulty import DamagingCopy
 from kvrelay.core.tasks import first_of
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
@@ -25,6 +24,7 @@ from router.relay.limits import RelayLimits
 from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics
 from router.relay.relay import ClusterRelay
+from tests.kv_connector.faulty import DamagingCopy
 from tests.simulation.faults import Faults
 from tests.simulation.network import Network
 from tests.simulation.node_config import NodeConfig, draw_node_config

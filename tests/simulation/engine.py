@@ -14,10 +14,10 @@ from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.engine_thread import EngineThread, Message
 from kvrelay.engine.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput, SequenceResult
-from kvrelay.engine.request import StepResult
 from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.engine.sampling.sampler import SampledToken, SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
+from kvrelay.engine.step_result import StepResult
 from tests.engine.finished_step import FinishedStep
 from tests.engine.runner_parts import resolved, result_of
 from tests.simulation.oracle import FIRST_STATE, SLOT_BYTES, next_slot, sample, slots_of, tokens_in

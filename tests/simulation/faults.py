@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kv_connector.faulty import CallPlan, ConnectorFault
+from tests.kv_connector.faulty import CallPlan, ConnectorFault
 from tests.simulation.network import Fate, Message
 
 _BAD_FATES = tuple(fate for fate in Fate if fate not in (Fate.DELIVER, Fate.DUPLICATE))

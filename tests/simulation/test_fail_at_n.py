@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from kv_connector.faulty import ConnectorFault
 from kvrelay.core.generation.sampling_params import SamplingParams
 from router.request import RoutedRequest
+from tests.kv_connector.faulty import ConnectorFault
 from tests.simulation.client import LONG_TIMEOUT, Behaviour, Plan
 from tests.simulation.cluster import ClusterConfig
 from tests.simulation.faults import NthFault

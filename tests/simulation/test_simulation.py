@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kv_connector.faulty import DamagingCopy
 from kv_connector.pool import Rows, copy_payload
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.clock import MonotonicClock
@@ -30,6 +29,7 @@ from router.relay.charge import Charge
 from router.relay.decode_client import DecodeSession
 from router.relay.prefill_client import PrefillClient
 from router.relay.supervisor import RequestSupervisor
+from tests.kv_connector.faulty import DamagingCopy
 from tests.simulation.seeds import run_seed
 
 ROOT = Path(__file__).parent.parent.parent

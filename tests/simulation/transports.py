@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kv_connector.base import FetchOutcome, FetchOutcomes, HostConnector
-from kv_connector.faulty import ConnectorFaults, DamagingCopy, FaultyConnector
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.clock import Clock
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
 from kvrelay.node.prefill_rate import PrefillRate
+from tests.kv_connector.faulty import ConnectorFaults, DamagingCopy, FaultyConnector
 from tests.simulation.store import Store
 
 SAME_HOST, ANY_HOST, STORE = "shared_memory", "ucx", "redis"

@@ -19,6 +19,8 @@ static_assert(kChunkTokens % kTileTokens == 0);
 // Longest vector of any instruction set, in floats: rows in scratch memory are padded to it.
 inline constexpr int kMaxWidth = 16;
 inline constexpr int kMaxHeadDim = 256;
+// Rows that a linear layer multiplies come in tiles of a matrix unit.
+inline constexpr std::int64_t kRowTile = 16;
 
 // One attention call. Strides count elements. `pool` points at block 0 of the wanted layer. Scales are what a stored 1.0 stands for,
 // one per KV head; without them it is 1.0.

@@ -1,6 +1,7 @@
 #include "layers/decoder_layer.h"
 
 #include <algorithm>
+#include <array>
 
 #include "isa/instruction_set.h"
 #include "layers/elementwise.h"
@@ -12,27 +13,23 @@
 namespace paged {
 namespace {
 
-constexpr std::size_t kAlignment = 64;
-
 thread_local Scratch layer_scratch;
 
-// Hands out parts of one allocation.
-class Arena {
- public:
-  Arena(std::int64_t elements, int parts, DType dtype)
-      : bytes_(element_size(dtype)),
-        next_(reinterpret_cast<char*>(layer_scratch.floats(static_cast<std::size_t>(elements * bytes_ + parts * 64) / sizeof(float)))) {}
-
-  void* take(std::int64_t elements) {
-    char* part = next_;
-    next_ += (static_cast<std::size_t>(elements * bytes_) + kAlignment - 1) / kAlignment * kAlignment;
-    return part;
+// Parts of this thread's memory, of so many elements each. They are the caller's until the next call.
+template <std::size_t kParts>
+std::array<void*, kParts> scratch_parts(DType dtype, const std::array<std::int64_t, kParts>& elements) {
+  std::array<std::size_t, kParts> begins;
+  std::size_t end = 0;
+  for (std::size_t i = 0; i < kParts; ++i) {
+    begins[i] = end;
+    const auto bytes = static_cast<std::size_t>(elements[i] * element_size(dtype));
+    end += (bytes + Scratch::kAlignment - 1) / Scratch::kAlignment * Scratch::kAlignment;
   }
-
- private:
-  std::int64_t bytes_;
-  char* next_;
-};
+  char* memory = reinterpret_cast<char*>(layer_scratch.floats(end / sizeof(float)));
+  std::array<void*, kParts> parts;
+  for (std::size_t i = 0; i < kParts; ++i) parts[i] = memory + begins[i];
+  return parts;
+}
 
 PackedCall packed_call(const Projection& layer, const void* x, std::int64_t rows, void* out) {
   PackedCall call = layer.packed;
@@ -126,8 +123,7 @@ void norm_all_heads(const HeadsCall& call, int num_threads) {
 
 void project_heads(const HeadsCall& call, int num_threads) {
   const Projection& qkv = *call.qkv;
-  Arena arena(call.rows * qkv.num_inputs, 1, qkv.dtype);
-  void* normed = arena.take(call.rows * qkv.num_inputs);
+  const auto [normed] = scratch_parts<1>(qkv.dtype, {call.rows * qkv.num_inputs});
   NormCall norm{};
   norm.x = call.x;
   norm.x_stride = norm.residual_stride = norm.size = qkv.num_inputs;
@@ -148,11 +144,8 @@ void finish_layer(const FinishCall& call, int num_threads) {
   const DType dtype = call.output->dtype;
   const std::int64_t hidden = call.rows * call.output->num_outputs;
   const std::int64_t size = call.down->num_inputs;
-  const std::int64_t tiled_rows = (call.rows + 15) / 16 * 16;
-  Arena arena(2 * hidden + (2 * call.rows + tiled_rows) * size, 4, dtype);
-  void* projected = arena.take(hidden);
-  void* normed = arena.take(hidden);
-  void* activated = arena.take(tiled_rows * size);
+  const std::int64_t tiled_rows = (call.rows + kRowTile - 1) / kRowTile * kRowTile;
+  const auto [projected, normed, activated, gate_up] = scratch_parts<4>(dtype, {hidden, hidden, tiled_rows * size, 2 * call.rows * size});
   NormCall norm{};
   norm.x = projected;
   norm.x_stride = norm.residual_stride = norm.size = call.output->num_outputs;
@@ -163,7 +156,7 @@ void finish_layer(const FinishCall& call, int num_threads) {
   norm.epsilon = call.epsilon;
   project(*call.output, call.attended, call.rows, projected, num_threads);
   rms_norm(norm, call.rows, dtype, num_threads);
-  feed_forward(call, normed, activated, arena.take(2 * call.rows * size), num_threads);
+  feed_forward(call, normed, activated, gate_up, num_threads);
 }
 
 }  // namespace paged

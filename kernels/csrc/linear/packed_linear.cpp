@@ -12,8 +12,6 @@ namespace {
 
 // Bytes of weights a span should have at least: fewer are done before another thread is awake.
 constexpr std::int64_t kMinSpanBytes = 1 << 16;
-// Rows come in tiles of a matrix unit.
-constexpr std::int64_t kRowTile = 16;
 // The least number of rows for which a gate and what it gates take the kernel for many rows, which saves a pass over both results. For
 // fewer rows the other kernel reads the weights faster.
 constexpr std::int64_t kMinGatedRows = kRowTile + 1;

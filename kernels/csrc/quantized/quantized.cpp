@@ -14,8 +14,6 @@ namespace {
 constexpr std::int64_t kMinItemBytes = 1 << 16;
 // Elements of x that a thread should have to prepare at least, for the same reason.
 constexpr std::int64_t kMinPreparedElements = 1 << 13;
-// Rows of x come in tiles of a matrix unit.
-constexpr std::int64_t kRowTile = 16;
 
 // How much is widened at a time, which the second level of cache holds, and how many rows are multiplied with it together.
 constexpr std::int64_t kWidenedBytes = 1 << 20;

@@ -12,9 +12,11 @@ namespace paged {
 // Grows, never shrinks, one per thread: a fresh allocation of this size would be page-faulted in on every call.
 class Scratch {
  public:
+  static constexpr std::size_t kAlignment = 64;  // of the memory, in bytes
+
   float* floats(std::size_t count) {
     if (count > capacity_) {
-      data_.reset(static_cast<float*>(::operator new(count * sizeof(float), kAlignment)));
+      data_.reset(static_cast<float*>(::operator new(count * sizeof(float), kNewAlignment)));
       if (count * sizeof(float) >= kLarge) prefer_huge_pages(data_.get(), count * sizeof(float));
       capacity_ = count;
     }
@@ -22,10 +24,10 @@ class Scratch {
   }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
+  static constexpr std::align_val_t kNewAlignment{kAlignment};
   static constexpr std::size_t kLarge = std::size_t{1} << 21;
   struct Delete {
-    void operator()(float* data) const { ::operator delete(data, kAlignment); }
+    void operator()(float* data) const { ::operator delete(data, kNewAlignment); }
   };
   std::unique_ptr<float, Delete> data_;
   std::size_t capacity_ = 0;

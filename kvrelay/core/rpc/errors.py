@@ -1,7 +1,7 @@
 """Errors between processes.
 
 Invariant: an error of our tree leaves a service as a status code, a message and rich details (google.rpc), and becomes
-the same class again on the other side.
+the same class again on the other side. It does so whether it ends a call or is part of a message.
 """
 
 from typing import Any
@@ -24,6 +24,7 @@ from kvrelay.core.errors import (
     KVRelayError,
     ModelLoadError,
     NotFiniteError,
+    NotTakenError,
     OverloadedError,
     UnavailableError,
     UnknownModelError,
@@ -50,8 +51,10 @@ _REASONS: dict[str, type[KVRelayError]] = {
     "GIVEN_UP": GivenUpError,
     "OVERLOADED": OverloadedError,
     "UNAVAILABLE": UnavailableError,
+    "NOT_TAKEN": NotTakenError,
 }
 _REASON_OF = {cls: reason for reason, cls in _REASONS.items()}
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 
 
 def rich_status(error: KVRelayError) -> Any:
@@ -77,14 +80,16 @@ def rich_status(error: KVRelayError) -> Any:
 def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
     """Returns the error that a peer or the transport has reported, as an exception of our own tree, with the field that
     it names."""
-    message = error.details() or error.code().name
-    reason, field = _details_of(error)
-    cls = _REASONS.get(reason)
-    if cls is None:
-        return error_of_code(error.code(), message)
-    if issubclass(cls, InvalidRequestError):
-        return cls(message, field=field)
-    return cls(message)
+    encoded = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
+    status = _parsed(encoded) if isinstance(encoded, bytes) else status_pb2.Status()
+    return _restored(error.code(), error.details() or error.code().name, status)
+
+
+def error_from_status(encoded: bytes) -> KVRelayError:
+    """Returns the error that a message reports as a serialized google.rpc.Status: that of `rich_status`."""
+    status = _parsed(encoded)
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _restored(code, status.message or code.name, status)
 
 
 def stranger(code: grpc.StatusCode, details: str, what: str) -> str:
@@ -103,15 +108,31 @@ def _reason_of(error: KVRelayError) -> str:
     return next(_REASON_OF[cls] for cls in type(error).__mro__ if cls in _REASON_OF)
 
 
-def _details_of(error: grpc.aio.AioRpcError) -> tuple[str, str | None]:
+def _parsed(encoded: bytes) -> Any:
+    """Returns a google.rpc.Status, without anything in it if it cannot be parsed."""
+    try:
+        return status_pb2.Status.FromString(encoded)
+    except DecodeError:
+        return status_pb2.Status()
+
+
+def _restored(code: grpc.StatusCode, message: str, status: Any) -> KVRelayError:
+    """Returns the error of the class that the details of `status` name or, if they name none, of that of `code`."""
+    reason, field = _details_of(status)
+    cls = _REASONS.get(reason)
+    if cls is None:
+        return error_of_code(code, message)
+    if issubclass(cls, InvalidRequestError):
+        return cls(message, field=field)
+    return cls(message)
+
+
+def _details_of(status: Any) -> tuple[str, str | None]:
     """Returns the reason ("" if the peer is not of kvrelay) and the field. Details that cannot be parsed are
     ignored."""
-    encoded = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
-    if not isinstance(encoded, bytes):
-        return "", None
     info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     try:
-        for detail in status_pb2.Status.FromString(encoded).details:
+        for detail in status.details:
             detail.Unpack(info)
             detail.Unpack(bad_request)
     except DecodeError:

@@ -1,6 +1,6 @@
 """Carries out plans on a CPU: builds the flat tensors, runs the model, samples."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -62,7 +62,14 @@ class CpuRunner:
 
     @torch.inference_mode()
     def _finish(self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor) -> ModelRunnerOutput:
-        return ModelRunnerOutput(tuple(self._results(plan, hidden, self._sample(plan, inputs, hidden))))
+        tokens = iter(self._sample(inputs, hidden))
+        results = []
+        first = 0
+        for entry in plan.scheduled:
+            logprobs = self._prompt_logprobs(entry, hidden, first)
+            results.append(SequenceResult(tuple(islice(tokens, len(entry.rows))), logprobs))
+            first += entry.num_scheduled_tokens
+        return ModelRunnerOutput(tuple(results))
 
     def _inputs(
         self, plan: SchedulerOutput, last_sampled: Sequence[int]
@@ -82,34 +89,22 @@ class CpuRunner:
         )
         return _tensor(input_ids, np.int64), _tensor(inputs.positions, np.int64), metadata, inputs
 
-    def _sample(self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor) -> list[SequenceResult]:
-        """Returns one result per scheduled sequence, without prompt log-probabilities."""
-        tokens: Iterator[SampledToken] = iter(())
-        if inputs.rows:
-            in_order = inputs.hidden_rows == list(range(len(hidden)))
-            wanted = hidden if in_order else hidden[torch.tensor(inputs.hidden_rows)]
-            tokens = iter(self._sampler.sample(self._model.compute_logits(wanted), inputs.rows))
-        return [SequenceResult(tuple(islice(tokens, len(entry.rows)))) for entry in plan.scheduled]
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> list[SampledToken]:
+        if not inputs.rows:
+            return []
+        in_order = inputs.hidden_rows == list(range(len(hidden)))
+        wanted = hidden if in_order else hidden[torch.tensor(inputs.hidden_rows)]
+        return self._sampler.sample(self._model.compute_logits(wanted), inputs.rows)
 
-    def _results(self, plan: SchedulerOutput, hidden: Tensor, sampled: list[SequenceResult]) -> list[SequenceResult]:
-        if all(entry.prompt_logprobs is None for entry in plan.scheduled):
-            return sampled
-        results = []
-        first = 0
-        for entry, result in zip(plan.scheduled, sampled, strict=True):
-            logprobs = self._prompt_logprobs(entry, hidden[first : first + entry.num_scheduled_tokens])
-            results.append(SequenceResult(result.sampled, logprobs))
-            first += entry.num_scheduled_tokens
-        return results
-
-    def _prompt_logprobs(self, entry: ScheduledSequence, hidden: Tensor) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, entry: ScheduledSequence, hidden: Tensor, first: int) -> PromptLogprobs | None:
+        """Returns what the sequence asks for, whose tokens have the rows of `hidden` from `first` on."""
         if entry.prompt_logprobs is None:
             return None
         k, targets = entry.prompt_logprobs
         found = PromptLogprobs()
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             chunk = targets[start : start + PROMPT_LOGPROB_ROWS]
-            logits = self._model.compute_logits(hidden[start : start + len(chunk)])
+            logits = self._model.compute_logits(hidden[first + start : first + start + len(chunk)])
             found.extend(token_logprobs(list(logits), chunk, k))
         return found
 

@@ -1,7 +1,6 @@
 """How many threads a step runs on: as many as the table says at every layer, and results do not depend on it."""
 
 import asyncio
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -14,7 +13,7 @@ from paged_kernels.cpu.threads import num_threads, threads_kept, use_threads
 from paged_kernels.registry import select_backend
 from torch import Tensor
 
-from kvrelay.core.process.core_table import CoreShare, CoreTable
+from kvrelay.core.process.core_table import CoreShare
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.loading.loader import load_model
@@ -32,15 +31,6 @@ BLOCK_SIZE = 16
 def threads_as_before() -> Iterator[None]:
     with threads_kept():
         yield
-
-
-@pytest.fixture
-def shares() -> Iterator[tuple[CoreShare, CoreShare]]:
-    """Makes the shares of two nodes with one core each."""
-    descriptor = CoreTable.create(2, 2)
-    table = CoreTable(descriptor)
-    os.close(descriptor)  # the mapping stays
-    yield CoreShare(1, table, 0), CoreShare(1, table, 1)
 
 
 @pytest.mark.parametrize("torch_multiplies", [True, False])

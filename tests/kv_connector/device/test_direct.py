@@ -14,7 +14,7 @@ from kv_connector.device import cuda_handles
 from kv_connector.device.cuda_ipc import CudaIpcConnector
 from kv_connector.device.pool import DevicePool
 from kv_connector.header import Mismatch
-from kv_connector.segments.segment import HANDLE_ROOM, OwnedSegment, PeerSegment, SegmentRemovedError
+from kv_connector.segments.segment import MAX_HANDLE_BYTES, OwnedSegment, PeerSegment, SegmentRemovedError
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings, UcxSettings
 from kv_connector.ucx.connector import UcxConnector
@@ -246,11 +246,9 @@ async def test_a_wrong_handle_fails_the_fetch(tmp_path: Path) -> None:
     assert await peer.connector.fetch(source, blocks(1), timeout=10) == (FAILED,)
     with good.path.open("r+b") as file:
         file.seek(good.preamble.pool_offset)
-        file.write((HANDLE_ROOM - 3).to_bytes(4, "little"))
-    segment = PeerSegment(tmp_path, good.path.name, on_device=True)
+        file.write((MAX_HANDLE_BYTES + 1).to_bytes(4, "little"))
     with pytest.raises(KVError, match="a device handle of 4093 bytes"):
-        _ = segment.device_handle
-    segment.close()
+        PeerSegment(tmp_path, good.path.name, on_device=True)
     assert await peer.connector.fetch(source, blocks(1), timeout=10) == (FAILED,)
     good.close()
     good.mapping.close()

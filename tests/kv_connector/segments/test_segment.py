@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kv_connector.segments import segment
-from kv_connector.segments.segment import OwnedSegment, PeerSegment, sweep
+from kv_connector.segments.segment import MAX_HANDLE_BYTES, OwnedSegment, PeerSegment, sweep
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
 from kvrelay.core.errors import ConfigurationError
@@ -54,6 +54,22 @@ def test_a_sweep_spares_a_segment_that_has_replaced_a_dead_one_meanwhile(
     [owned] = replacements
     assert owned.path == dead and dead.exists()
     owned.close()
+
+
+@pytest.mark.parametrize("handle", [None, b"", bytes(range(64)), b"x" * MAX_HANDLE_BYTES])
+def test_a_peer_has_the_pool_or_the_handle_of_one_on_a_device(tmp_path: Path, handle: bytes | None) -> None:
+    owned = OwnedSegment(tmp_path, "owner", 1, LAYOUT, 4, device_handle=handle)
+    peer = PeerSegment(tmp_path, owned.path.name, on_device=handle is not None)
+    assert peer.device_handle == (handle or b"")
+    assert peer.rows.shape == (4 if handle is None else 0, LAYOUT.block_bytes)
+    peer.close()
+    owned.close()
+
+
+def test_without_space_for_the_headers_of_a_pool_on_a_device_the_start_says_what_needs_it(tmp_path: Path) -> None:
+    what = r"headers of 1099511627776 KV blocks .* need 134217728\.\d MiB .* has [\d.]+ MiB free.*--shm-size"
+    with pytest.raises(ConfigurationError, match=what):
+        OwnedSegment(tmp_path, "owner", 1, LAYOUT, 1 << 40, device_handle=b"")
 
 
 def test_without_shared_memory_and_a_temporary_directory_the_start_says_what_to_set(

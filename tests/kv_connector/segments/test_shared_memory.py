@@ -20,7 +20,7 @@ from kv_connector.settings import SharedMemorySettings
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.source import KVSource
-from kvrelay.node.block_copy import choose_copy
+from kvrelay.node.transfers.block_copy import choose_copy
 from tests.kv_connector.backends import EPOCH, LAYOUT, Node, blocks, content, write_and_publish
 from tests.kv_connector.open_files import open_files
 from tests.kv_connector.owner_process import StartOwner
@@ -297,8 +297,9 @@ async def test_a_pool_whose_file_somebody_removed_is_lost(tmp_path: Path, num_bl
     await write_and_publish(owner, blocks(num_blocks))
     segment = tmp_path / owner.source.endpoint
     segment.unlink()
-    with pytest.raises(SegmentRemovedError, match=f"{segment}, from which peers copy KV, was removed"):
+    with pytest.raises(SegmentRemovedError, match=f"{segment}, from which peers copy KV, was removed") as lost:
         await owner.connector.publish(blocks(num_blocks))
+    assert not isinstance(lost.value, KVError), "which would be taken for a failure that passes"
     await owner.connector.close()
 
 

@@ -118,6 +118,34 @@ def test_a_slot_that_is_being_written_is_missing(sides: Sides) -> None:
     del counters
 
 
+class Torn:
+    """The slots as a peer sees them while the owner retracts `slot`: each read of the headers comes when the end of
+    that one is gone, and its beginning is not. The counter has been changed `num_changes` times when it is read
+    again."""
+
+    def __init__(self, slots: NDArray[np.void], slot: int, num_changes: int) -> None:
+        self._slots = slots
+        self._slot = slot
+        self._num_changes = num_changes
+
+    def __getitem__(self, field: str) -> NDArray[np.generic]:
+        if field == "header":
+            self._slots["header"][self._slot, HASH_OFFSET + HASH_BYTES :] = 0
+            self._slots["sequence"][self._slot] += self._num_changes
+        return self._slots[field]
+
+
+@pytest.mark.parametrize("num_changes", [1, 2])  # the owner is still at it; it has finished meanwhile
+def test_a_slot_that_is_retracted_while_its_header_is_read_is_missing(sides: Sides, num_changes: int) -> None:
+    """What was read may be half of a header, without anybody's fault."""
+    chosen = blocks(2)
+    sides.publish(*((block, header(block)) for block in chosen))
+    slots = np.frombuffer(sides.mapping, sides.seen._slots.dtype, NUM_SLOTS).copy()
+    sides.seen._slots = Torn(slots, 0, num_changes)  # type: ignore[assignment]  # it is read by field only
+    snapshots = sides.seen.take_snapshots(np.arange(2), chosen, epoch=EPOCH)
+    assert (snapshots.refusals, snapshots.places) == ({0: FetchOutcome.MISSING}, [1])
+
+
 def test_a_slot_that_has_another_block_by_now_is_missing(sides: Sides) -> None:
     first, other = blocks(2)
     other = replace(other, block_id=first.block_id)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_connector.store.backlog import Backlog, Claim
+from kv_connector.store.backlog import Backlog, Offer
 from tests.kv_connector.backends import blocks
 from tests.kv_connector.settled import emptied
 
@@ -19,16 +19,16 @@ class Store:
         self.gate = asyncio.Event()
         self.error: Exception | None = None
 
-    async def __call__(self, claims: Sequence[Claim]) -> None:
-        self.batches.append([claim.generation for claim in claims])
+    async def __call__(self, offers: Sequence[Offer]) -> None:
+        self.batches.append([offer.generation for offer in offers])
         await self.gate.wait()
         if self.error is not None:
             raise self.error
 
 
-def claims(generations: Sequence[int]) -> list[Claim]:
+def offers(generations: Sequence[int]) -> list[Offer]:
     chosen = blocks(len(generations))
-    return [Claim(block, generation) for block, generation in zip(chosen, generations, strict=True)]
+    return [Offer(block, generation) for block, generation in zip(chosen, generations, strict=True)]
 
 
 async def begun(store: Store) -> None:
@@ -40,14 +40,14 @@ async def begun(store: Store) -> None:
 async def test_blocks_added_meanwhile_wait_and_are_stored_with_their_newest_content() -> None:
     store = Store()
     backlog = Backlog(store)
-    backlog.add(claims([1, 2]))
+    backlog.add(offers([1, 2]))
     await begun(store)
-    backlog.add(claims([3, 4]))
-    backlog.add(claims([5]))  # block 0 once more: it goes to the end
+    backlog.add(offers([3, 4]))
+    backlog.add(offers([5]))  # block 0 once more: it goes to the end
     store.gate.set()
     await emptied(backlog)
     assert store.batches == [[1, 2], [4, 5]]
-    backlog.add(claims([6]))
+    backlog.add(offers([6]))
     await emptied(backlog)
     assert store.batches[2:] == [[6]]
     await backlog.close()
@@ -55,17 +55,17 @@ async def test_blocks_added_meanwhile_wait_and_are_stored_with_their_newest_cont
 
 async def test_a_block_that_is_offered_again_and_again_keeps_its_place() -> None:
     """Otherwise it would never have its turn while others come as fast as they are stored."""
-    batches: list[Sequence[Claim]] = []
+    batches: list[Sequence[Offer]] = []
     goes_on = asyncio.Semaphore(0)
 
-    async def store(batch: Sequence[Claim]) -> None:
+    async def store(batch: Sequence[Offer]) -> None:
         batches.append(batch)
         await goes_on.acquire()
 
     backlog = Backlog(store)
-    hot = Claim(blocks(1, tag="hot")[0], 0)
+    hot = Offer(blocks(1, tag="hot")[0], 0)
     for turn in range(4):
-        backlog.add([*(Claim(block, 0) for block in blocks(64, first_id=1 + 64 * turn)), hot])
+        backlog.add([*(Offer(block, 0) for block in blocks(64, first_id=1 + 64 * turn)), hot])
         async with asyncio.timeout(10):
             while len(batches) <= turn:
                 await asyncio.sleep(0)
@@ -78,7 +78,7 @@ async def test_many_blocks_are_stored_in_batches() -> None:
     store = Store()
     store.gate.set()
     backlog = Backlog(store)
-    backlog.add(claims(range(200)))
+    backlog.add(offers(range(200)))
     await emptied(backlog)
     assert [generation for batch in store.batches for generation in batch] == list(range(200))
     assert max(map(len, store.batches)) < 200
@@ -89,13 +89,13 @@ async def test_a_batch_of_a_long_queue_takes_no_copy_of_the_queue() -> None:
     """Half a million blocks would otherwise be copied thousands of times, on the loop."""
     num_blocks, peaks = 20_000, []
 
-    async def store(batch: Sequence[Claim]) -> None:
+    async def store(batch: Sequence[Offer]) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         await asyncio.sleep(0)
         tracemalloc.reset_peak()
 
     backlog = Backlog(store)
-    waiting = claims(range(num_blocks))
+    waiting = offers(range(num_blocks))
     tracemalloc.start()
     try:
         backlog.add(waiting)
@@ -113,10 +113,10 @@ async def test_the_end_of_the_queue_is_waited_for_and_what_is_added_meanwhile_to
     store = Store()
     backlog = Backlog(store)
     await backlog.emptied()
-    backlog.add(claims([1]))
+    backlog.add(offers([1]))
     emptying = asyncio.create_task(backlog.emptied())
     await begun(store)
-    backlog.add(claims([2]))
+    backlog.add(offers([2]))
     assert not emptying.done()
     store.gate.set()
     async with asyncio.timeout(10):
@@ -128,9 +128,9 @@ async def test_the_end_of_the_queue_is_waited_for_and_what_is_added_meanwhile_to
 async def test_closing_drops_the_blocks_that_wait() -> None:
     store = Store()
     backlog = Backlog(store)
-    backlog.add(claims([1]))
+    backlog.add(offers([1]))
     await begun(store)
-    backlog.add(claims([2, 3]))
+    backlog.add(offers([2, 3]))
     assert await backlog.close() == 2
     assert store.batches == [[1]] and asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -140,8 +140,8 @@ async def test_an_unforeseen_error_is_raised_by_the_next_add() -> None:
     store.error = RuntimeError("a fault of ours")
     store.gate.set()
     backlog = Backlog(store)
-    backlog.add(claims([1]))
+    backlog.add(offers([1]))
     await emptied(backlog)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        backlog.add(claims([2]))
+        backlog.add(offers([2]))
     await backlog.close()

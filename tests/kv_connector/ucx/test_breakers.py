@@ -15,7 +15,7 @@ from kv_connector.ucx.reader import LANES
 from kvrelay.core.kv import source_breakers
 from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
-from tests.kv_connector.ucx.peers import peers_of
+from tests.kv_connector.ucx.peers import peers_of, ucx_node
 from tests.manual_clock import ManualClock
 
 NUM_BLOCKS = 3 * LANES * MAX_ASK_BLOCKS  # one fetch of so many consists of three rounds
@@ -93,7 +93,7 @@ async def test_fetches_that_end_before_their_turn_count_only_if_the_holder_answe
     reader: Reader, answers_others: bool
 ) -> None:
     """Under load a fetch waits for those before it, since all of them share the lanes of the holder."""
-    holder = Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), "holder", 1, LAYOUT, EPOCH)
+    holder = ucx_node("holder", num_blocks=1)
     await write_and_publish(holder, blocks(1))
     assert await reader.fetch(holder.source) is FetchOutcome.FETCHED
     [peer] = peers_of(reader)
@@ -125,7 +125,7 @@ async def test_the_oldest_of_many_lost_holders_is_forgotten_and_none_for_those_t
     reader: Reader, port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_breakers, "_CAPACITY", 3)
-    holders = [Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), "holder", 1, LAYOUT, EPOCH) for _ in range(2)]
+    holders = [ucx_node("holder", num_blocks=1) for _ in range(2)]
     lost = [source_at(port, f"lost-{index}") for index in range(4)]
     for holder in holders:
         await write_and_publish(holder, blocks(1))

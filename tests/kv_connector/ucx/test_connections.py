@@ -9,30 +9,25 @@ import pytest
 
 from kv_connector.base import FetchOutcome
 from kv_connector.header import BlockHeader
-from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.protocol import MAX_ASK_BLOCKS, Entry, Status
-from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
-from tests.kv_connector.ucx.peers import peers_of
+from tests.kv_connector.backends import Node, blocks, write_and_publish
+from tests.kv_connector.ucx.peers import peers_of, ucx_node
 
 FETCHED, FAILED = FetchOutcome.FETCHED, FetchOutcome.FAILED
 NUM_BLOCKS = 200  # more than one connection is asked for
 
 
-def node(node_id: str, *, num_blocks: int) -> Node:
-    return Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), node_id, num_blocks, LAYOUT, EPOCH)
-
-
 @pytest.fixture
 async def reader() -> AsyncIterator[Node]:
-    made = node("reader", num_blocks=NUM_BLOCKS)
+    made = ucx_node("reader", num_blocks=NUM_BLOCKS)
     yield made
     await made.connector.close()
 
 
 async def test_a_connection_that_is_lost_while_another_is_not_is_replaced(reader: Node) -> None:
     """The holder drops one that is used for large fetches only when there was none for long."""
-    holder = node("holder", num_blocks=NUM_BLOCKS)
+    holder = ucx_node("holder", num_blocks=NUM_BLOCKS)
     await write_and_publish(holder, blocks(NUM_BLOCKS))
     assert set(await reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10)) == {FETCHED}
     [peer] = peers_of(reader)
@@ -52,7 +47,7 @@ async def test_a_connection_that_is_lost_while_another_is_not_is_replaced(reader
 async def test_a_part_of_a_fetch_that_fails_says_nothing_of_the_next_one(
     reader: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder = node("holder", num_blocks=NUM_BLOCKS)
+    holder = ucx_node("holder", num_blocks=NUM_BLOCKS)
     await write_and_publish(holder, blocks(NUM_BLOCKS))
     assert isinstance(holder.connector, UcxConnector)
     side = holder.connector._require().holder
@@ -70,7 +65,7 @@ async def test_a_part_of_a_fetch_that_fails_says_nothing_of_the_next_one(
 
 async def test_a_fetch_without_time_left_costs_no_connection(reader: Node) -> None:
     """One that is cut off does, since its blocks may be on their way."""
-    holder = node("holder", num_blocks=1)
+    holder = ucx_node("holder", num_blocks=1)
     await write_and_publish(holder, blocks(1))
     assert await reader.connector.fetch(holder.source, blocks(1), timeout=10) == (FETCHED,)
     [peer] = peers_of(reader)
@@ -82,7 +77,7 @@ async def test_a_fetch_without_time_left_costs_no_connection(reader: Node) -> No
 
 async def test_peers_without_a_connection_are_closed(reader: Node) -> None:
     for turn in range(3):
-        holder = node(f"holder-{turn}", num_blocks=2)
+        holder = ucx_node(f"holder-{turn}", num_blocks=2)
         await write_and_publish(holder, blocks(2))
         assert set(await reader.connector.fetch(holder.source, blocks(2), timeout=10)) == {FETCHED}
         await holder.connector.close()
@@ -95,7 +90,7 @@ async def test_peers_without_a_connection_are_closed(reader: Node) -> None:
 
 
 async def test_a_peer_that_is_being_reached_is_not_taken_for_one_without_a_connection(reader: Node) -> None:
-    holders = [node(f"holder-{index}", num_blocks=1) for index in range(2)]
+    holders = [ucx_node(f"holder-{index}", num_blocks=1) for index in range(2)]
     await asyncio.gather(*(reader.connector.fetch(holder.source, blocks(1), timeout=10) for holder in holders))
     assert len(peers_of(reader)) == 2
     for holder in holders:

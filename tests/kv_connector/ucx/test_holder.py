@@ -13,7 +13,6 @@ from kv_connector.base import FetchOutcome
 from kv_connector.geometry import Geometry
 from kv_connector.header import BlockHeader
 from kv_connector.payloads import Payloads
-from kv_connector.settings import UcxSettings
 from kv_connector.shared_pool import SharedPool
 from kv_connector.ucx import holder as holder_module
 from kv_connector.ucx.auth import Session, check_secret, new_nonce
@@ -36,20 +35,17 @@ from kv_connector.ucx.protocol import (
 from kv_connector.ucx.reader import Lane
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
 from kvrelay.core.kv.block_hash import BlockHash
-from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, OTHER_LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.backends import CLUSTER_SECRET, OTHER_LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.ucx.peers import ucx_node
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 
 FETCHED = FetchOutcome.FETCHED
 
 
-def node(node_id: str) -> Node:
-    return Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), node_id, 4, LAYOUT, EPOCH)
-
-
 @pytest.fixture
 async def holder() -> AsyncIterator[Node]:
     """A holder that takes nothing its readers do for an error of its own, of which the loop would be told."""
-    made, errors = node("holder"), list[object]()
+    made, errors = ucx_node("holder"), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     await write_and_publish(made, blocks(4))
     yield made
@@ -60,7 +56,7 @@ async def holder() -> AsyncIterator[Node]:
 
 @pytest.fixture
 async def reader() -> AsyncIterator[Node]:
-    made = node("reader")
+    made = ucx_node("reader")
     yield made
     await made.connector.close()
 
@@ -251,7 +247,7 @@ async def test_no_more_readers_are_served_than_may_be(
 ) -> None:
     monkeypatch.setattr(holder_module, "MAX_READERS", 1)
     await lane_of(reader, holder)
-    late = node("late")
+    late = ucx_node("late")
     fetch = late.connector.fetch(holder.source, blocks(1), timeout=60)
     assert await asyncio.wait_for(fetch, HANDSHAKE_SECONDS / 2) == (FetchOutcome.FAILED,), "at once"
     assert holder.first_stats.peers_refused == 1

@@ -9,19 +9,16 @@ from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.transport import Link
 from kvrelay.core.errors import ConfigurationError
-from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.backends import CLUSTER_SECRET, Node, blocks, write_and_publish
 from tests.kv_connector.open_files import open_files
+from tests.kv_connector.ucx.peers import ucx_node
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
-
-
-def node(node_id: str, *, num_blocks: int = 4) -> Node:
-    return Node(UcxConnector(UcxSettings(CLUSTER_SECRET)), node_id, num_blocks, LAYOUT, EPOCH)
 
 
 async def test_closing_leaves_no_task_and_no_socket() -> None:
     before = open_files()
     for _ in range(3):
-        owner, reader = node("owner"), node("reader")
+        owner, reader = ucx_node("owner"), ucx_node("reader")
         await write_and_publish(owner, blocks(4))
         assert set(await reader.connector.fetch(owner.source, blocks(4), timeout=10)) == {FetchOutcome.FETCHED}
         for each in (reader, owner, reader, owner):
@@ -40,7 +37,7 @@ async def link_of(reader: Node, owner: Node) -> Link:
 
 
 async def test_the_pool_is_kept_until_ucx_gives_up_the_buffers_of_a_peer_that_is_gone() -> None:
-    gone, owner, reader = node("gone"), node("owner"), node("reader")
+    gone, owner, reader = ucx_node("gone"), ucx_node("owner"), ucx_node("reader")
     for each in (gone, owner):
         await write_and_publish(each, blocks(1))
     link = await link_of(reader, gone)
@@ -64,7 +61,7 @@ async def test_the_pool_is_kept_until_ucx_gives_up_the_buffers_of_a_peer_that_is
 async def test_a_close_that_is_cancelled_again_and_again_leaves_nothing_either() -> None:
     """The pool may belong to another connector, which gives it up next."""
     before = open_files()
-    owner, reader = node("owner"), node("reader")
+    owner, reader = ucx_node("owner"), ucx_node("reader")
     await write_and_publish(owner, blocks(1))
     stubborn = StubbornRequest()
     (await link_of(reader, owner))._posted.append((stubborn, None, None))
@@ -88,7 +85,7 @@ async def test_a_close_that_is_cancelled_again_and_again_leaves_nothing_either()
 
 async def test_an_owner_that_waits_for_ucx_to_be_closed_gives_no_blocks_away() -> None:
     """It does not learn any more which of them lose their content."""
-    other, owner, reader = node("other"), node("owner"), node("reader")
+    other, owner, reader = ucx_node("other"), ucx_node("owner"), ucx_node("reader")
     for each in (other, owner):
         await write_and_publish(each, blocks(1))
     await link_of(reader, owner)
@@ -110,7 +107,7 @@ async def test_an_owner_that_waits_for_ucx_to_be_closed_gives_no_blocks_away() -
 async def test_without_memory_for_the_pool_nothing_is_left() -> None:
     before = open_files()
     with pytest.raises(ConfigurationError, match="lower num_blocks"):
-        node("large", num_blocks=1 << 40)
+        ucx_node("large", num_blocks=1 << 40)
     assert open_files() == before
 
 

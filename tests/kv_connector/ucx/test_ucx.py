@@ -18,7 +18,6 @@ from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.holder import HANDSHAKE_SECONDS
 from kv_connector.ucx.protocol import OPENING_BYTES, PROOF_BYTES, encode_opening
 from kv_connector.ucx.transport import Link, LinkLostError, Transport
-from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source import KVSource
 from tests.kv_connector.backends import (
@@ -35,7 +34,7 @@ from tests.kv_connector.backends import (
 )
 from tests.kv_connector.owner_process import OwnerProcess
 from tests.kv_connector.ucx.owner import LARGE_LAYOUT, NUM_BLOCKS
-from tests.kv_connector.ucx.peers import peers_of
+from tests.kv_connector.ucx.peers import peers_of, ucx_node
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 from tests.manual_clock import ManualClock
 
@@ -50,26 +49,16 @@ def child() -> Iterator[OwnerProcess]:
     started.kill()
 
 
-def node(
-    node_id: str = "peer",
-    *,
-    secret: str = CLUSTER_SECRET,
-    layout: KVLayout = LARGE_LAYOUT,
-    num_blocks: int = NUM_BLOCKS,
-) -> Node:
-    return Node(UcxConnector(UcxSettings(secret)), node_id, num_blocks, layout, EPOCH)
-
-
 @pytest.fixture
 async def peer() -> AsyncIterator[Node]:
-    made = node()
+    made = ucx_node("peer", layout=LARGE_LAYOUT)
     yield made
     await made.connector.close()
 
 
 @pytest.fixture
 async def holder() -> AsyncIterator[Node]:
-    made = node("holder", layout=LAYOUT, num_blocks=512)
+    made = ucx_node("holder", num_blocks=512)
     await write_and_publish(made, blocks(512))
     yield made
     await made.connector.close()
@@ -167,7 +156,7 @@ async def test_a_holder_that_accepts_and_says_nothing_is_given_up_before_the_fet
 
 
 async def test_one_slow_holder_does_not_hold_up_another(child: OwnerProcess) -> None:
-    fast, reader = node("fast"), node("reader")
+    fast, reader = (ucx_node(name, layout=LARGE_LAYOUT) for name in ("fast", "reader"))
     sent = blocks(2, tag="fast")
     await write_and_publish(fast, sent)
     child.signal(signal.SIGSTOP)
@@ -186,7 +175,7 @@ async def test_one_slow_holder_does_not_hold_up_another(child: OwnerProcess) -> 
 async def test_a_wrong_secret_gets_nothing_and_both_logs_say_why_once(
     holder: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stranger = node("stranger", secret="another cluster's secret", layout=LAYOUT)
+    stranger = ucx_node("stranger", secret="another cluster's secret")
     for _ in range(2):
         result = await stranger.connector.fetch(holder.source, blocks(3), timeout=10)
         assert set(result) == {FAILED} and is_clear(stranger)
@@ -243,7 +232,7 @@ async def test_garbage_on_the_port_harms_nobody(holder: Node) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 64, np.random.default_rng(0).bytes(100_000)):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(garbage)
-    reader = node("reader", layout=LAYOUT)
+    reader = ucx_node("reader")
     assert set(await reader.connector.fetch(holder.source, blocks(20), timeout=10)) == {FETCHED}
     await reader.connector.close()
 
@@ -259,7 +248,7 @@ async def test_an_address_without_a_holder_fails_every_block(peer: Node) -> None
 
 
 async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> None:
-    reader = node("reader", layout=LAYOUT)
+    reader = ucx_node("reader")
     stale = KVSource("holder", EPOCH - 1, holder.source.endpoint)
     assert set(await reader.connector.fetch(stale, blocks(9), timeout=10)) == {REFUSED}
     assert reader.first_stats.refused[Mismatch.EPOCH] == 9 and is_clear(reader)
@@ -273,7 +262,7 @@ async def test_a_holder_that_restarted_is_refused_by_its_epoch(holder: Node) -> 
 
 
 async def test_a_reader_with_another_layout_leaves_and_is_no_stranger(holder: Node) -> None:
-    reader = node("reader", layout=OTHER_LAYOUT)
+    reader = ucx_node("reader", layout=OTHER_LAYOUT)
     for source in (holder.source, KVSource("holder", EPOCH - 1, holder.source.endpoint)):
         assert set(await reader.connector.fetch(source, blocks(9), timeout=10)) == {REFUSED}
     assert reader.first_stats.refused[Mismatch.LAYOUT] == reader.first_stats.refused[Mismatch.EPOCH] == 9
@@ -286,7 +275,7 @@ async def test_a_reader_with_another_layout_leaves_and_is_no_stranger(holder: No
 
 
 async def test_a_flipped_byte_in_the_holders_memory_is_refused(holder: Node) -> None:
-    reader = node("reader", layout=LAYOUT)
+    reader = ucx_node("reader")
     holder.row(5)[100] ^= 4
     result = await reader.connector.fetch(holder.source, blocks(8), timeout=10)
     assert [index for index, outcome in enumerate(result) if outcome is REFUSED] == [5]
@@ -296,7 +285,7 @@ async def test_a_flipped_byte_in_the_holders_memory_is_refused(holder: Node) -> 
 
 async def test_a_fetch_goes_on_when_ucx_misses_every_wake_up(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_module, "_GUARD_SECONDS", 0.001)
-    reader = node("reader", layout=LAYOUT)
+    reader = ucx_node("reader")
     assert isinstance(reader.connector, UcxConnector)
     asyncio.get_running_loop().remove_reader(reader.connector._require().transport._fd)
     assert set(await reader.connector.fetch(holder.source, blocks(20), timeout=10)) == {FETCHED}
@@ -304,7 +293,7 @@ async def test_a_fetch_goes_on_when_ucx_misses_every_wake_up(holder: Node, monke
 
 
 async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
-    reader = node("reader", layout=LAYOUT, num_blocks=512)
+    reader = ucx_node("reader", num_blocks=512)
     done: list[str] = []
 
     async def fetch(name: str, wanted: list[NamedBlock]) -> None:
@@ -327,7 +316,7 @@ async def test_a_small_fetch_overtakes_a_large_one(holder: Node) -> None:
 
 
 async def test_a_fetch_waits_for_buffers_that_ucx_still_holds(holder: Node) -> None:
-    reader = node("reader", layout=LAYOUT)
+    reader = ucx_node("reader")
     await reader.connector.fetch(holder.source, blocks(1), timeout=10)
     [lane] = peers_of(reader)[0]._idle
     stubborn = StubbornRequest()

@@ -34,6 +34,14 @@ async def test_the_process_that_holds_refused_blocks_is_told_and_nobody_else() -
         assert prefill.distrust_requests.empty() and other.distrust_requests.empty()
 
 
+async def test_a_node_that_has_never_answered_keeps_no_other_from_being_told() -> None:
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    async with registered(prefill, decode, late=ScriptedPrefill("late")) as registry:
+        await until(lambda: sum(node.is_watched for node in registry.nodes) == 2)
+        refuse(prefill, decode, A)
+        assert (await soon(decode.distrust_requests)).name == A
+
+
 class DeafPrefill(ScriptedPrefill):
     """A node that cannot be told."""
 

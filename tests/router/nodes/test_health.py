@@ -5,7 +5,6 @@ import time
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
-import grpc
 import pytest
 
 from kvrelay.core.backoff import Backoff
@@ -122,7 +121,7 @@ async def test_a_router_that_was_held_up_loses_no_node() -> None:
 async def failed_once(nodes: Cluster, decode: ScriptedDecode, number: int) -> None:
     serving = asyncio.create_task(collected(nodes, replace(REQUEST, request_id=f"f{number}")))
     admit = await decode.admit()
-    decode.failed(admit.request_id, grpc.StatusCode.INTERNAL, "out of luck")
+    decode.failed(admit.request_id, KVRelayError("out of luck"))
     with pytest.raises(KVRelayError, match="out of luck"):
         await serving
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 
-import grpc
 import pytest
 
 from kvrelay.core.errors import KVRelayError, UnavailableError
@@ -65,7 +64,7 @@ async def test_while_one_request_tries_a_decode_node_others_go_elsewhere_until_i
 async def test_a_trial_that_fails_ejects_the_node_again() -> None:
     async with one_of_two_decode_nodes_on_probation() as (nodes, _):
         trial, wire_id = await sent(nodes, "trial", 0)
-        nodes.decodes[0].failed(wire_id, grpc.StatusCode.INTERNAL, "still out of luck")
+        nodes.decodes[0].failed(wire_id, KVRelayError("still out of luck"))
         with pytest.raises(KVRelayError, match="still out of luck"):
             await trial
         outlier = nodes.registry.decode[0].outlier

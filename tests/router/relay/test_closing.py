@@ -103,7 +103,7 @@ async def test_an_attempt_that_has_lost_its_node_is_forgotten_while_the_request_
         running = asyncio.create_task(collected(nodes, a_request()))
         wire_id = (await nodes.decode.admit()).request_id
         forgotten = weakref.ref(nodes.relay._running["r"]._shares[0].attempt)
-        nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+        nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
         wire_id = (await nodes.decodes[1].admit()).request_id
         await until(lambda: forgotten() is None)
         nodes.decodes[1].tokens(wire_id, token(7, finish=FinishReason.LENGTH))
@@ -135,7 +135,7 @@ async def test_a_request_that_has_ended_with_an_error_is_forgotten(how: str, wit
             case "expired":
                 expire(nodes)
             case _:
-                nodes.decode.failed(wire_id, grpc.StatusCode.INTERNAL, "broken")
+                nodes.decode.failed(wire_id, KVRelayError("broken"))
         with suppress(KVRelayError):
             await take(events)
         del events

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-import grpc
 import pytest
 
 from kvrelay.core.backoff import Backoff
-from kvrelay.core.errors import GivenUpError, UnavailableError
+from kvrelay.core.errors import GivenUpError, NotTakenError, UnavailableError
 from kvrelay.core.generation.outputs import FinishReason
 from router.nodes.node import NodeState
 from tests.router.routed import a_request, assert_idle, give_up, say, take, take_trace
@@ -74,7 +73,7 @@ async def test_the_last_node_lost_may_have_ended_though_the_router_has_not_heard
             wire_id = (await node.admit()).request_id
             run = nodes.relay._running["r"]
             run._shares[0].backoff = Backoff(first=60.0)
-            node.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+            node.failed(wire_id, UnavailableError("the engine has crashed"))
             await until(lambda: run._shares[0].wait is not None)
             await node.stop()
             await node.start_again(epoch=2)
@@ -136,7 +135,7 @@ async def test_nodes_that_drain_are_not_ended_by_the_request(end: Callable[[Scri
 
 
 def refuse(node: ScriptedDecode, request_id: str) -> None:
-    node.failed(request_id, grpc.StatusCode.UNAVAILABLE, "it is draining")
+    node.failed(request_id, UnavailableError("it is draining"))
 
 
 def break_off(node: ScriptedDecode, request_id: str) -> None:
@@ -165,6 +164,28 @@ async def test_a_node_is_heard_to_drain_only_after_a_request_is_lost_there(
         node = await next_decode(nodes)
         say(node, (await node.admit()).request_id, token(7))
         assert await first == token(7)
+
+
+async def test_a_node_that_has_not_taken_the_request_cannot_have_been_ended_by_it() -> None:
+    """So there is nothing to wait for: the request goes on elsewhere at once."""
+    async with (
+        cluster(num_prefill_nodes=2, num_decode_nodes=2, max_attempts=0) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        first = asyncio.create_task(take(events))
+        node = await next_decode(nodes)
+        wire_id = (await node.admit()).request_id
+        nodes.relay._running["r"]._shares[0].backoff = Backoff(first=60.0)
+        node.failed(wire_id, NotTakenError("it is another process"))
+        await next_prefill(nodes)
+        other = await next_decode(nodes)
+        await other.admit()
+        (await next_prefill(nodes)).end(NotTakenError("it is another process"))
+        await other.aborted()
+        await other.admit()
+        (await next_prefill(nodes)).finish(token(7, finish=FinishReason.STOP))
+        assert await first == token(7, finish=FinishReason.STOP)
+        assert (await take_trace(events)).num_migrations == 2
 
 
 async def test_nodes_that_drain_again_and_again_are_not_ended_by_the_request() -> None:
@@ -257,7 +278,25 @@ async def test_a_new_token_starts_the_count_of_losses_again() -> None:
             wire_id = (await nodes.decode.admit()).request_id
             say(nodes.decode, wire_id, token(7 + number))
             assert await next_event == token(7 + number)
-            nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+            nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
+
+
+async def test_nodes_that_end_after_a_token_each_are_not_counted_together() -> None:
+    """A long request may meet more of them than it may lose in a row."""
+    async with (
+        cluster(num_prefill_nodes=0, num_decode_nodes=3, max_attempts=1) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
+        last = token(9, finish=FinishReason.STOP)
+        for output in (token(7), token(8), last):
+            next_event = asyncio.create_task(take(events))
+            node = await next_decode(nodes)
+            say(node, (await node.admit()).request_id, output)
+            assert await next_event == output
+            if output is not last:
+                await ended(nodes, node)
+                await node.start_again(epoch=2)
+        assert (await take_trace(events)).num_migrations == 2
 
 
 async def test_a_request_that_no_decode_node_survives_ends_though_each_prefill_node_adds_a_token() -> None:

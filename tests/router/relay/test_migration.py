@@ -5,7 +5,6 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
-import grpc
 import pytest
 
 from kvrelay.core.errors import KVRelayError, UnavailableError
@@ -73,7 +72,7 @@ async def test_the_prefill_node_of_a_trace_is_the_one_of_the_first_token() -> No
 async def test_a_decode_node_that_answers_unavailable_is_lost_too() -> None:
     async with cluster(num_decode_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         _, wire_id = await begun(nodes, events, token(7))
-        nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "crashed")
+        nodes.decode.failed(wire_id, UnavailableError("crashed"))
         next_event = asyncio.create_task(take(events))
         assert tuple((await nodes.decodes[1].admit()).prompt_token_ids) == (*PROMPT, 7)
         nodes.decode.tokens(wire_id, token(8))  # too late to count
@@ -165,6 +164,22 @@ async def test_outputs_that_are_placed_alone_keep_their_index_and_end_alone(*, b
         calls[1].finish(token(21, index=1, finish=FinishReason.STOP))
         assert await next_event == token(21, index=1, finish=FinishReason.STOP)
         await take_trace(events)
+
+
+async def test_an_output_without_a_token_is_placed_alone_once_another_one_has_a_token() -> None:
+    async with (
+        cluster(num_prefill_nodes=0, num_decode_nodes=2) as nodes,
+        aclosing(nodes.relay.run(a_request(n=2))) as events,
+    ):
+        first = asyncio.create_task(take(events))
+        say(nodes.decode, (await nodes.decode.admit()).request_id, token(8, index=1))
+        assert await first == token(8, index=1)
+        next_event = asyncio.create_task(take(events))
+        nodes.decode.end_stream()
+        for index, prompt in enumerate((PROMPT, (*PROMPT, 8))):
+            admit = await nodes.decodes[1].admit()
+            assert (admit.first_choice_index, tuple(admit.prompt_token_ids)) == (index, prompt)
+        await give_up(next_event)
 
 
 @pytest.mark.parametrize("by_client", [True, False])
@@ -281,7 +296,7 @@ async def test_a_prefill_node_that_was_lost_is_no_last_resort() -> None:
         first, call, wire_id = await opened(nodes, events)
         call.end(UnavailableError("out of luck"))
         assert await nodes.decode.aborted() == wire_id
-        nodes.decode.failed((await nodes.decode.admit()).request_id, grpc.StatusCode.UNAVAILABLE, "crashed")
+        nodes.decode.failed((await nodes.decode.admit()).request_id, UnavailableError("crashed"))
         admit = await nodes.decode.admit()
         assert admit.local_prefill
         say(nodes.decode, admit.request_id, token(7, finish=FinishReason.STOP))

@@ -33,7 +33,8 @@ async def prefilling() -> AsyncIterator[tuple[ScriptedPrefill, PrefillClient, Pr
     async with grpc.aio.insecure_channel(node.address) as channel:
         client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
         events: Events = asyncio.Queue()
-        yield node, client, client.prefill("one", REQUEST, (), timeout=PATIENCE, sink=events.put_nowait), events
+        session = client.prefill("one", REQUEST, (), epoch=node.epoch, timeout=PATIENCE, sink=events.put_nowait)
+        yield node, client, session, events
         await client.close()
     await node.stop()
 
@@ -96,7 +97,7 @@ def test_a_call_ends_a_second_after_the_time_of_its_request() -> None:
         client = PrefillClient(cast(Any, channel), "node", lease_ttl=30.0, timeout=PATIENCE)
         events: Events = asyncio.Queue()
         began = loop.time()
-        client.prefill("one", REQUEST, (), timeout=10.0, sink=events.put_nowait)
+        client.prefill("one", REQUEST, (), epoch=node.epoch, timeout=10.0, sink=events.put_nowait)
         ended = await soon(events)
         assert isinstance(ended, PrefillEnded) and isinstance(ended.error, DeadlineError)
         assert loop.time() - began == pytest.approx(11.0, abs=0.1)

@@ -4,12 +4,14 @@ import asyncio
 import re
 from contextlib import aclosing
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from kvrelay.core.errors import InvalidRequestError, UnavailableError
 from router.nodes.node import NodeState
-from tests.router.routed import a_request, give_up, opened, take
+from router.relay.relay import ClusterRelay
+from tests.router.routed import LAST, a_request, collected, give_up, opened, take
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import NAMESPACE, until
 
@@ -26,6 +28,23 @@ async def test_an_id_is_one_request_s_while_it_runs() -> None:
                 assert refused.value.field == "request_id"
                 await give_up(first)
                 await nodes.decode.aborted()
+
+
+async def test_an_id_that_two_routers_serve_is_two_requests_at_a_node() -> None:
+    """Clients choose the ids, and a router that was restarted counts from zero again."""
+    async with cluster(num_prefill_nodes=0) as nodes:
+        known = nodes.relay
+        routers = [
+            ClusterRelay(nodes.registry, nodes.placer, known._limits, known._metrics, random=Random(seed))
+            for seed in range(2)
+        ]
+        clients = [asyncio.create_task(collected(replace(nodes, relay=router), a_request())) for router in routers]
+        wire_ids = {(await nodes.decode.admit()).request_id for _ in clients}
+        assert len(wire_ids) == 2
+        for wire_id in wire_ids:
+            nodes.decode.tokens(wire_id, LAST)
+        for client in clients:
+            assert LAST in await client
 
 
 async def test_a_prompt_is_kept_once() -> None:

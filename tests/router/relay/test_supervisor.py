@@ -4,7 +4,6 @@ import asyncio
 import logging
 from contextlib import aclosing
 
-import grpc
 import pytest
 
 from kvrelay.core.backoff import Backoff
@@ -48,7 +47,7 @@ async def test_tokens_come_before_the_transfer_and_the_lease_goes_after_it() -> 
         pull = await nodes.decode.pull()
         assert (pull.num_blocks, pull.ended) == (3, True)
         assert nodes.prefill.released.empty()
-        nodes.decode.admitted(wire_id, 0)
+        nodes.decode.admitted(wire_id)
         nodes.decode.kv_ready(wire_id, fetched=10)
         assert await soon(nodes.prefill.released) == ("lease",)
         nodes.decode.tokens(wire_id, token(8))
@@ -162,7 +161,7 @@ async def test_a_prefill_that_fails_before_its_first_token_moves_to_the_decode_n
         assert admit.local_prefill and admit.request_id != wire_id
         assert await soon(nodes.prefill.released) == ("lease",)
         nodes.decode.tokens(wire_id, token(1))  # late, of the attempt that was given up
-        nodes.decode.admitted(admit.request_id, 4)
+        nodes.decode.prompt_computed(admit.request_id, 4)
         nodes.decode.tokens(admit.request_id, token(7))
         assert await first == token(7)
         nodes.decode.tokens(admit.request_id, token(8, finish=FinishReason.STOP))
@@ -243,7 +242,7 @@ async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
 async def test_a_failure_at_the_decode_node_keeps_its_class() -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, call, wire_id = await opened(nodes, events)
-        nodes.decode.failed(wire_id, grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        nodes.decode.failed(wire_id, OverloadedError("no room"))
         with pytest.raises(OverloadedError, match="no room"):
             await first
         await call.over.wait()
@@ -254,18 +253,10 @@ async def test_a_decode_node_of_a_newer_protocol_is_understood_as_far_as_possibl
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, _, wire_id = await opened(nodes, events)
         nodes.decode.send(decode_node_pb2.DecodeEvent(request_id=wire_id))  # a kind that is not known here
-        failed = decode_node_pb2.DecodeFailed(code=grpc.StatusCode.INVALID_ARGUMENT.value[0], message="no", field="n")
-        nodes.decode.send(decode_node_pb2.DecodeEvent(request_id=wire_id, failed=failed))
+        nodes.decode.failed(wire_id, InvalidRequestError("no", field="n"))
         with pytest.raises(InvalidRequestError) as refused:
             await first
         assert refused.value.field == "n"
-        second = asyncio.create_task(take(nodes.relay.run(a_request())))
-        failed = decode_node_pb2.DecodeFailed(code=77, message="with a code that is not known here")
-        nodes.decode.send(
-            decode_node_pb2.DecodeEvent(request_id=(await nodes.decode.admit()).request_id, failed=failed)
-        )
-        with pytest.raises(KVRelayError, match="UNKNOWN: with a code"):
-            await second
 
 
 async def test_the_deadline_of_a_request_ends_both_legs(caplog: pytest.LogCaptureFixture) -> None:
@@ -355,7 +346,7 @@ async def test_requests_share_one_stream_and_are_bounded_in_number() -> None:
             await anext(nodes.relay.run(a_request("r1")))
         with pytest.raises(OverloadedError):
             await anext(nodes.relay.run(a_request("r2")))
-        nodes.decode.failed(admits[1].request_id, grpc.StatusCode.INTERNAL, "broken")
+        nodes.decode.failed(admits[1].request_id, KVRelayError("broken"))
         with pytest.raises(KVRelayError, match="broken"):
             await tasks[1]
         assert not tasks[0].done() and nodes.decode.num_streams == 1

@@ -6,7 +6,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
-import grpc
 import pytest
 
 from kvrelay.core.backoff import Backoff
@@ -54,7 +53,7 @@ async def test_a_node_that_was_lost_is_not_tried_again_at_once() -> None:
         wire_id = (await nodes.decode.admit()).request_id
         run = nodes.relay._running["r"]
         run._shares[0].backoff = Backoff(first=60.0)
-        nodes.decode.failed(wire_id, grpc.StatusCode.UNAVAILABLE, "the engine has crashed")
+        nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
         await until(lambda: run._shares[0].wait is not None)
         assert nodes.decode.commands.empty()
         run.on_decode_node_live()
@@ -113,6 +112,21 @@ async def test_every_output_waits_for_a_node_on_its_own() -> None:
         assert nodes.decode.commands.empty()
 
 
+async def test_a_wait_of_one_output_lengthens_none_of_another() -> None:
+    async with cluster(num_prefill_nodes=0) as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
+        first = asyncio.create_task(take(events))
+        wire_id = (await nodes.decode.admit()).request_id
+        say(nodes.decode, wire_id, token(7), token(8, index=1))
+        assert [await first, await take(events)] == [token(7), token(8, index=1)]
+        next_event = asyncio.create_task(take(events))
+        run = nodes.relay._running["r"]
+        run._shares[0].backoff = Backoff(first=60.0, longest=1000.0, jitter=0.0)
+        nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
+        await until(lambda: len(run._shares) == 2 and all(share.wait is not None for share in run._shares))
+        assert [share.backoff.next() for share in run._shares] == [120.0, 120.0], "each has waited once"
+        await give_up(next_event)
+
+
 def has_another_model(node: ScriptedNode) -> None:
     node.namespace = replace(NAMESPACE, model_fingerprint=b"\x02" * 32)
 
@@ -147,7 +161,10 @@ async def test_a_node_that_would_not_give_the_same_tokens_does_not_go_on_with_a_
 
 
 @pytest.mark.parametrize("node_wait", [0.0, 0.5])
-async def test_without_any_decode_node_a_request_ends_with_one_error(node_wait: float) -> None:
+async def test_without_any_decode_node_a_request_ends_with_one_error(
+    node_wait: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has it, too, with the request's name."""
     async with (
         cluster(num_decode_nodes=2, node_wait=node_wait) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
@@ -157,8 +174,10 @@ async def test_without_any_decode_node_a_request_ends_with_one_error(node_wait: 
         assert await first == token(7)
         for node in nodes.decodes:
             await node.stop()
-        with pytest.raises(UnavailableError, match="no decode node came that could go on within"):
+        with pytest.raises(UnavailableError, match="no decode node came that could go on within") as raised:
             await take(events)
+        logged = [record.getMessage() for record in caplog.records]
+        assert logged.count(f"request {call.request.request_id}: {raised.value}") == 1
         with pytest.raises(StopAsyncIteration):
             await take(events)
         assert await soon(nodes.prefill.released) == ("lease",)

@@ -10,9 +10,9 @@ from kv_connector.registry import create_connector, is_installed
 from kv_connector.self_test import SelfTestReport, check_connector
 from kvrelay.core.errors import ConfigurationError
 from kvrelay.core.kv.connectors import parse_connectors
-from kvrelay.node import startup
-from kvrelay.node.connector_choice import ConnectorChoice, choose_connectors, choose_working, log_choice
 from kvrelay.node.settings import NodeSettings
+from kvrelay.node.transfers.connector_choice import ConnectorChoice, choose_connectors, choose_working, log_choice
+from kvrelay.node.transfers.transfers import connector_settings_of
 from tests.kv_connector.backends import CLUSTER_SECRET
 
 ON_LOOPBACK = pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.9", "::1", "localhost"])
@@ -27,7 +27,7 @@ def test_auto_on_loopback_is_shared_memory(host: str) -> None:
 @ON_LOOPBACK
 def test_ucx_on_loopback_opens_no_port_to_the_network(host: str) -> None:
     def net_devices(**given: str) -> str:
-        return startup._connector_settings(NodeSettings.model_validate({"model": "m", **given})).ucx.net_devices
+        return connector_settings_of(NodeSettings.model_validate({"model": "m", **given})).ucx.net_devices
 
     assert net_devices(host=host) == net_devices(host="10.0.0.2", ucx_host=host) == "lo"
     assert net_devices(host=host, ucx_host="10.0.0.2") == ""
@@ -37,7 +37,7 @@ def test_ucx_on_loopback_opens_no_port_to_the_network(host: str) -> None:
 @ON_LOOPBACK
 async def test_ucx_works_on_every_address_of_loopback(host: str) -> None:
     given = {"model": "m", "host": host, "cluster_secret": CLUSTER_SECRET}
-    settings = startup._connector_settings(NodeSettings.model_validate(given))
+    settings = connector_settings_of(NodeSettings.model_validate(given))
     assert not (await check_connector(lambda: create_connector("ucx", settings))).problem
 
 

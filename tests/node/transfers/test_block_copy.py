@@ -6,7 +6,7 @@ import xxhash
 from paged_kernels import _native
 
 from kv_connector.pool import copy_rows
-from kvrelay.node.block_copy import choose_copy
+from kvrelay.node.transfers.block_copy import choose_copy
 
 _SIZES = (64, 192, 256, 320, 1024, 1088, 2048, 4096 - 64, 4096, 65_536, 196_608, 655_424, 200, 24_592)
 

@@ -60,7 +60,7 @@ def make_pool(backend: HostConnector, plan: PoolPlan, device: torch.device) -> N
 def make_direct_pool(connector: TieredConnector[DeviceConnector], plan: PoolPlan, device: torch.device) -> NodePool:
     """Makes a pool on a GPU whose memory `connector`, which serves nothing yet, reaches by itself. Raises
     ConfigurationError when there is not enough memory, or `connector` does not reach the pool."""
-    from kvrelay.node.cuda_pool import direct_memory
+    from kvrelay.node.transfers.cuda_pool import direct_memory
 
     tensor = allocate_pool(plan.layout, plan.num_blocks, device)
     memory = direct_memory(tensor)

@@ -4,7 +4,7 @@ import pytest
 
 from kv_connector.self_test import SelfTestReport
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.node.device_transfer import choose_direct
+from kvrelay.node.transfers.device_transfer import choose_direct
 
 SILENT = SelfTestReport("nothing arrived")
 

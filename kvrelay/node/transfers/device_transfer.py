@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kv_connector.registry import direct_name
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.node.connector_choice import CheckConnector
+from kvrelay.node.transfers.connector_choice import CheckConnector
 
 _logger = logging.getLogger(__name__)
 
