@@ -8,6 +8,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from kvrelay import __version__
@@ -61,9 +62,10 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output is gone (`kvrelay complete ... | head`)
         _end_without_output(141)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _NO_ROOM or error.filename is not None:  # it is about another file
             raise
-        print(f"kvrelay: cannot write the output: {error.strerror}", file=sys.stderr)
+        with suppress(OSError):  # standard error may be on the same disk
+            print(f"kvrelay: cannot write the output: {error.strerror}", file=sys.stderr)
         _end_without_output(1)
 
 

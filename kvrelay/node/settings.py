@@ -156,7 +156,7 @@ class NodeSettings(NodeOptions):
     node_id: str = Field(
         default="",
         description="Name of this node in logs and metrics, of its own in the cluster; empty: its role, its machine's "
-        "name, host and port, or a random one if port is 0.",
+        "name, host and port, or a random one if port is 0. To be set where two machines have the same name.",
     )
     threads: Threads = Field(
         default=0, description="CPU threads to compute with; 0: as torch chooses, but no more than the process may use."

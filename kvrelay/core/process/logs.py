@@ -2,7 +2,7 @@
 merged.
 
 A line is `2025-01-31T12:00:00.123Z INFO    decode-0 kvrelay.engine.scheduler: message`. Standard output stays free for
-what a program prints. A process never waits for the reader of its log, by which it would stop serving.
+what a program prints. A process does not wait for long for the reader of its log: it would stop serving.
 """
 
 import logging

@@ -1,5 +1,8 @@
 """Lines on standard error, which never wait for long: whoever writes them also serves, hears Ctrl-C and starts nodes
-again, and goes on if the reader of its standard error is stuck."""
+again, and goes on if the reader of its standard error is stuck.
+
+Limit: where several processes write to one pipe, another may fill it between a look at it and the write.
+"""
 
 import select
 import sys

@@ -134,15 +134,15 @@ async def test_nodes_that_drain_are_not_ended_by_the_request(end: Callable[[Scri
         assert await first == token(7)
 
 
-def refuse(node: ScriptedDecode, request_id: str) -> None:
-    node.failed(request_id, UnavailableError("it is draining"))
+def crash(node: ScriptedDecode, request_id: str) -> None:
+    node.failed(request_id, UnavailableError("it has crashed"))
 
 
 def break_off(node: ScriptedDecode, request_id: str) -> None:
     node.end_stream()
 
 
-@pytest.mark.parametrize("end", [refuse, break_off])
+@pytest.mark.parametrize("end", [crash, break_off])
 async def test_a_node_is_heard_to_drain_only_after_a_request_is_lost_there(
     end: Callable[[ScriptedDecode, str], None],
 ) -> None:
