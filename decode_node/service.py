@@ -147,6 +147,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
                 admit,
                 KVRole.LOCAL if admit.local_prefill else KVRole.CONSUME,
                 vocab_size=self._node.identity.vocab_size,
+                max_model_len=self._node.engine_config.max_model_len,
                 has_store=self._node.connector.has_store,
             )
         except KVRelayError as error:

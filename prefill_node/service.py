@@ -98,6 +98,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             request,
             KVRole.PRODUCE,
             vocab_size=self._node.identity.vocab_size,
+            max_model_len=self._node.engine_config.max_model_len,
             has_store=self._node.connector.has_store,
         )
         request_id = engine_request.request_id

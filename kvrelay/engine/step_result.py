@@ -125,4 +125,7 @@ class Changes:
         return StepResult(**events, stored=tuple(stored), removed=tuple(removed), load=load)
 
     def _lists(self) -> dict[str, list[Any]]:
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "load_changed"}
+        return {name: getattr(self, name) for name in _EVENTS}
+
+
+_EVENTS = tuple(item.name for item in fields(Changes) if item.name != "load_changed")

@@ -296,13 +296,18 @@ async def test_a_request_that_the_engine_refuses_fails() -> None:
         await node.check_idle()
 
 
-async def test_a_request_with_more_outputs_than_the_node_runs_fails() -> None:
+@pytest.mark.parametrize(("field", "most"), [("max_tokens", NUM_BLOCKS * BLOCK_SIZE - len(PROMPT)), ("n", 16)])
+async def test_a_request_for_which_there_will_be_no_room_fails(field: str, most: int) -> None:
     async with serving(DecodeService, node := make_node()) as service:
         router = Router(service)
-        router.send(admit("too many", n=17))
+        too_much = admit("too much")
+        setattr(too_much.admit.sampling_params, field, most + 1)
+        router.send(too_much)
         refused = failure(await router.event())
-        assert isinstance(refused, InvalidRequestError) and refused.field == "n"
-        router.send(admit("most", n=16))
+        assert isinstance(refused, InvalidRequestError) and refused.field == field
+        largest = admit("most")
+        setattr(largest.admit.sampling_params, field, most)
+        router.send(largest)
         assert (await router.event()).HasField("admitted")
         await router.close()
         await node.check_idle()

@@ -17,12 +17,17 @@ from kvrelay.v1.decode_node_pb2 import Admit
 PROMPT = range(100, 113)
 
 
+def converted(message: Admit, role: KVRole = KVRole.LOCAL, *, has_store: bool = False) -> EngineRequest:
+    return engine_request_from_wire(message, role, vocab_size=1000, max_model_len=64, has_store=has_store)
+
+
 @pytest.mark.parametrize(
     ("num_prior", "sampling", "field"),
     [
         (13, SamplingParams(max_tokens=30, seed=0), "num_prior_output_tokens"),
         (5, SamplingParams(max_tokens=5, seed=0), "num_prior_output_tokens"),
         (5, SamplingParams(max_tokens=30, n=2, seed=0), "n"),
+        (5, SamplingParams(max_tokens=57, seed=0), "max_tokens"),
     ],
 )
 def test_prior_output_that_contradicts_its_request_is_refused_by_field(
@@ -35,7 +40,7 @@ def test_prior_output_that_contradicts_its_request_is_refused_by_field(
         num_prior_output_tokens=num_prior,
     )
     with pytest.raises(InvalidRequestError) as refusal:
-        engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
+        converted(asked)
     assert refusal.value.field == field
 
 
@@ -49,12 +54,12 @@ def test_prior_output_that_contradicts_its_request_is_refused_by_field(
 )
 def test_what_could_harm_other_requests_is_refused_by_field(wrong: Admit, field: str) -> None:
     asked = Admit(request_id="a", prompt_token_ids=[7, 999], sampling_params=sampling_to_wire(SamplingParams(seed=0)))
-    assert engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False).prompt_token_ids == (7, 999)
+    assert converted(asked).prompt_token_ids == (7, 999)
     if not wrong.request_id:
         asked.ClearField("request_id")
     asked.MergeFrom(wrong)
     with pytest.raises(InvalidRequestError) as refusal:
-        engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
+        converted(asked)
     assert refusal.value.field == field
 
 
@@ -72,7 +77,7 @@ def test_what_the_engine_needs_of_a_request_is_taken_over(role: KVRole) -> None:
         cache_salt=b"tenant",
         yields_to_decodes=True,
     )
-    assert engine_request_from_wire(asked, role, vocab_size=1000, has_store=False) == EngineRequest(
+    assert converted(asked, role) == EngineRequest(
         "a",
         tuple(PROMPT[:10]),
         sampling,
@@ -90,7 +95,7 @@ def test_a_limit_beyond_the_vocabulary_is_the_vocabulary() -> None:
     """A number that a GPU's sampler does not take would end the engine."""
     sampling = sampling_to_wire(SamplingParams(seed=0, top_k=2**32 - 1))
     asked = Admit(request_id="a", prompt_token_ids=PROMPT, sampling_params=sampling)
-    sampling_here = engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False).sampling
+    sampling_here = converted(asked).sampling
     assert sampling_here.top_k == 1000
     assert GpuSampler(()).arrays([SamplingRow(sampling_here, 0, 0, 0)])["sampling.top_ks"].tolist() == [1000]
 
@@ -108,7 +113,7 @@ def test_blocks_are_fetched_where_they_may_be_found_unless_the_whole_prompt_is_c
         asked = Admit(
             request_id="a", prompt_token_ids=PROMPT, sampling_params=sampling_to_wire(wanted), sources=sources
         )
-        request = engine_request_from_wire(asked, role, vocab_size=1000, has_store=has_store)
+        request = converted(asked, role, has_store=has_store)
         assert request.receive is receives
 
 
@@ -117,7 +122,7 @@ def test_the_outputs_of_a_request_have_indices_below_the_most_that_it_may_have(f
     sampling = sampling_to_wire(SamplingParams(n=n, seed=0))
     asked = Admit(request_id="a", prompt_token_ids=PROMPT, sampling_params=sampling, first_choice_index=first)
     with pytest.raises(InvalidRequestError, match="at most 128 outputs") as refusal:
-        engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False)
+        converted(asked)
     assert refusal.value.field == "first_choice_index"
     asked.first_choice_index = 128 - n
-    assert engine_request_from_wire(asked, KVRole.LOCAL, vocab_size=1000, has_store=False).choices.stop == 128
+    assert converted(asked).choices.stop == 128

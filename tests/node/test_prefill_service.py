@@ -166,8 +166,10 @@ async def test_a_duplicate_of_a_leased_request_is_refused_and_leaves_the_lease_a
         await node.check_idle()
 
 
-async def test_a_prompt_that_is_too_long_leaves_nothing() -> None:
+async def test_a_request_that_is_or_may_become_too_long_leaves_nothing() -> None:
     async with serving(PrefillService, node := make_node()) as service:
+        with pytest.raises(InvalidRequestError, match="leaves 2 of 512 tokens for an output, not 3"):
+            await anext(prefill(service, "a", [1] * 510))
         with pytest.raises(ContextLengthError):
             await anext(prefill(service, "a", [1] * 513))
         assert await num_leases(service) == 0
