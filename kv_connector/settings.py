@@ -6,6 +6,8 @@ from typing import Any
 
 from kv_connector.pool import CopyRows, copy_rows
 
+LOOPBACK_DEVICE = "lo"
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySettings:
@@ -34,7 +36,7 @@ class RedisSettings:
 class UcxSettings:
     """Settings of `ucx`. `host`: IPv4 address or name under which peers reach this node. `cluster_secret`: known to
     every node of the cluster and to nobody else; it is never sent. `net_devices`: which network devices UCX may use
-    (its UCX_NET_DEVICES); empty means all."""
+    (its UCX_NET_DEVICES); empty means all, and LOOPBACK_DEVICE alone that other machines do not reach it."""
 
     cluster_secret: str = field(default="", repr=False)
     host: str = "127.0.0.1"

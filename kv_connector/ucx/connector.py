@@ -146,8 +146,7 @@ class UcxConnector(WithoutStore):
 
     async def _release(self, state: _Open) -> None:
         """Ends everything that uses the pool, and then gives up the pool."""
-        for fetch in list(state.fetches):
-            await fetch.expire()
+        await asyncio.gather(*(fetch.expire() for fetch in state.fetches))
         await state.holder.close()
         for peer in state.peers.values():
             await peer.close()

@@ -8,10 +8,14 @@ Invariant: a buffer given to a link is neither freed nor reported as free before
 
 import asyncio
 import logging
+import os
 import re
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +31,7 @@ from ucxx._lib.libucxx import (
 )
 from ucxx.exceptions import UCXError
 
+from kv_connector.settings import LOOPBACK_DEVICE
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.tasks import uninterrupted
 
@@ -64,6 +69,7 @@ class Transport:
         """`net_devices`: as in `UcxSettings`. `on_device`: the blocks are in device memory, and CUDA is in use on this
         thread. Raises ConfigurationError when UCX does not start, for example without such a device."""
         devices = {"NET_DEVICES": net_devices} if net_devices else {}
+        self._stays_local = net_devices == LOOPBACK_DEVICE
         try:
             self._context = _context({**(DEVICE_OPTIONS if on_device else OPTIONS), **devices})
             if not on_device and not _has_rdma(self._context):
@@ -96,6 +102,8 @@ class Transport:
             self._loop.call_soon(on_link, Link(self, endpoint))
 
         listener: Any = UCXListener.create(worker=self._worker, port=0, cb_func=accept, deliver_endpoint=True)
+        if self._stays_local:
+            _keep_to_loopback(int(listener.port))
         return listener, int(listener.port)
 
     def connect(self, address: str, port: int) -> "Link":
@@ -164,6 +172,18 @@ class Transport:
         self._turn()
 
 
+def _keep_to_loopback(port: int) -> None:
+    """Has the socket that listens at `port` take connections over the loopback interface only: UCX trusts whatever
+    reaches it, and ucxx has it listen on every address."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as found:
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and found.family == socket.AF_INET and found.getsockname()[1] == port:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK_DEVICE.encode())
+                return
+    _logger.warning("UCX listens at port %d on all addresses: it could not be kept to loopback", port)
+
+
 def _context(options: dict[str, str]) -> Any:
     return UCXContext(options, feature_flags=(Feature.STREAM, Feature.TAG, Feature.WAKEUP))
 
@@ -199,7 +219,7 @@ class Link:
 
     async def greeting(self, size: int) -> bytes:
         """Returns the next `size` bytes of the stream. Raises LinkLostError. For the handshake only: ucxx 0.52 never
-        frees a connection that was cut while such a receive was pending, unlike a tagged one."""
+        frees a connection that was cut while such a receive was pending."""
         message = np.empty(size, np.uint8)
         array = Array(message)
         self._post(lambda: self._endpoint.stream_recv(array), array)

@@ -10,7 +10,13 @@ from kv_connector.base import KVConnector
 from kv_connector.device.self_test import check_direct
 from kv_connector.registry import create_connector, create_direct, is_installed
 from kv_connector.self_test import SelfTestReport, check_connector
-from kv_connector.settings import ConnectorSettings, RedisSettings, SharedMemorySettings, UcxSettings
+from kv_connector.settings import (
+    LOOPBACK_DEVICE,
+    ConnectorSettings,
+    RedisSettings,
+    SharedMemorySettings,
+    UcxSettings,
+)
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.process.listening import is_loopback, numeric_address
 from kvrelay.node.prefill_rate import PrefillRate
@@ -23,7 +29,6 @@ from kvrelay.node.transfers.transfer_probe import TRANSFER_PROBE
 
 _SELF_TEST_TTL = 10  # seconds
 _LOOPBACK = "127.0.0.1"  # the only address of loopback that UCX finds an interface for
-_LOOPBACK_DEVICE = "lo"  # so that a node that listens on loopback sends no KV over the network
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def connector_settings_of(settings: NodeSettings) -> ConnectorSettings:
         ucx=UcxSettings(
             cluster_secret=settings.cluster_secret.get_secret_value(),
             host=ucx_host,
-            net_devices=settings.ucx_net_devices or (_LOOPBACK_DEVICE if is_loopback(ucx_host) else ""),
+            net_devices=settings.ucx_net_devices or (LOOPBACK_DEVICE if is_loopback(ucx_host) else ""),
         ),
         shared_memory=SharedMemorySettings(settings.shared_memory_dir or None),
         redis=RedisSettings(url=settings.redis_url.get_secret_value(), ttl_seconds=settings.redis_ttl),

@@ -63,8 +63,27 @@ async def test_a_part_of_a_fetch_that_fails_says_nothing_of_the_next_one(
     await holder.connector.close()
 
 
+async def test_a_fetch_that_is_cancelled_while_its_blocks_come_costs_no_connection(reader: Node) -> None:
+    """ucxx never frees all of a receive that was broken off."""
+    holder = ucx_node("holder", num_blocks=NUM_BLOCKS)
+    await write_and_publish(holder, blocks(NUM_BLOCKS))
+    assert set(await reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10)) == {FETCHED}
+    [peer] = peers_of(reader)
+    lanes = list(peer._idle)
+    fetch = asyncio.create_task(reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10))
+    async with asyncio.timeout(10):
+        while not all(lane.link._posted for lane in lanes):
+            await asyncio.sleep(0)
+    fetch.cancel()
+    await asyncio.wait([fetch], timeout=10)
+    assert fetch.cancelled() and {id(lane) for lane in peer._idle} == {id(lane) for lane in lanes}
+    assert not any(lane.link._posted for lane in lanes), "nothing arrives any more"
+    assert set(await reader.connector.fetch(holder.source, blocks(NUM_BLOCKS), timeout=10)) == {FETCHED}
+    assert all(lane.link.alive for lane in lanes)
+    await holder.connector.close()
+
+
 async def test_a_fetch_without_time_left_costs_no_connection(reader: Node) -> None:
-    """One that is cut off does, since its blocks may be on their way."""
     holder = ucx_node("holder", num_blocks=1)
     await write_and_publish(holder, blocks(1))
     assert await reader.connector.fetch(holder.source, blocks(1), timeout=10) == (FETCHED,)

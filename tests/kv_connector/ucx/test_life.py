@@ -1,15 +1,19 @@
 """What a UCX connector needs to start, and what it leaves when it is closed."""
 
 import asyncio
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from kv_connector.base import FetchOutcome
-from kv_connector.settings import UcxSettings
+from kv_connector.settings import LOOPBACK_DEVICE, UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.transport import Link
 from kvrelay.core.errors import ConfigurationError
-from tests.kv_connector.backends import CLUSTER_SECRET, Node, blocks, write_and_publish
+from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
 from tests.kv_connector.open_files import open_files
 from tests.kv_connector.ucx.peers import ucx_node
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
@@ -25,6 +29,28 @@ async def test_closing_leaves_no_task_and_no_socket() -> None:
             await each.connector.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
     assert open_files() == before
+
+
+async def test_a_node_on_loopback_is_reached_over_no_other_interface() -> None:
+    """ucxx listens on every address."""
+    before = listeners()
+    node = Node(UcxConnector(UcxSettings(CLUSTER_SECRET, net_devices=LOOPBACK_DEVICE)), "local", 1, LAYOUT, EPOCH)
+    opened = listeners() - before
+    assert int(node.source.endpoint.rpartition(":")[2]) in {port for port, _, _ in opened}
+    assert all(address == "127.0.0.1" or device == LOOPBACK_DEVICE for _, address, device in opened)
+    await node.connector.close()
+
+
+def listeners() -> set[tuple[int, str, str]]:
+    """Returns port, address and network interface of each socket on which this process listens for IPv4."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as each:
+            if each.family == socket.AF_INET and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                address, port = each.getsockname()
+                device = each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+                found.add((port, address, device.rstrip(b"\0").decode()))
+    return found
 
 
 async def link_of(reader: Node, owner: Node) -> Link:

@@ -227,7 +227,8 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_counted(holder: No
     transport.close()
 
 
-async def test_garbage_on_the_port_harms_nobody(holder: Node) -> None:
+async def test_what_has_not_the_shape_of_ucx_harms_nobody_on_its_port(holder: Node) -> None:
+    """What has may: UCX checks nothing further, so that strangers have to be kept from the port."""
     host, _, port = holder.source.endpoint.rpartition(":")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 64, np.random.default_rng(0).bytes(100_000)):
         with socket.create_connection((host, int(port))) as connection:
