@@ -51,7 +51,8 @@ class Answer:
 
     `arrivals` are the times of the pieces of output; pieces that came in one read have the same. A piece is usually one
     token; text that waits for the rest of a character comes with a later piece. `num_output_tokens` is the server's
-    count (usage), None where it sends none.
+    count (usage, or as many ids as it has sent), None where it sends none. `text` and `token_ids` are those of a whole
+    answer.
     """
 
     sent: float = 0.0
@@ -125,6 +126,11 @@ class RequestRecord:
     num_cached_tokens: int | None
     failure: Failure | None
     is_later_turn: bool = False  # of a conversation: it waited for the answer to the turn before
+
+    @property
+    def was_short(self) -> bool:
+        """Tells that it ended well with fewer tokens than asked for."""
+        return self.failure is None and self.num_output_tokens < self.num_wanted_tokens
 
     @property
     def ttft(self) -> float:

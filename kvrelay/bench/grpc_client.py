@@ -86,6 +86,7 @@ class GrpcClient:
                         answer.arrivals.append(now)
                         texts.append(output.text)
                         token_ids += output.token_ids
+                        answer.num_output_tokens = len(token_ids)
                 if response.HasField("usage"):
                     _count(response.usage, answer)
         except grpc.aio.AioRpcError as error:

@@ -11,6 +11,7 @@ Invariant: when `run` returns or is cancelled, every request that was sent has e
 """
 
 import asyncio
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -50,7 +51,7 @@ class Load:
         self._places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._num_ready = 0
         self._one_began = asyncio.Event()
-        self._started = clock.now()
+        self._started, self._cpu_started = clock.now(), time.process_time()
         self._num_sent = 0
         self.records: list[RequestRecord] = []
         self.num_failed = 0
@@ -64,11 +65,16 @@ class Load:
         """Returns the seconds since the load began."""
         return self._clock.now() - self._started
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Returns the processor time that this process has taken since the load began."""
+        return time.process_time() - self._cpu_started
+
     async def run(self, sessions: Sequence[Session]) -> None:
         """Returns when the last session has ended. Cancelling it ends every request at the server."""
         arrivals = iter(sorted(enumerate(sessions), key=lambda numbered: numbered[1].at))
         first = await self._first(arrivals, num_at_once=sum(session.at <= 0 for session in sessions))
-        self._started = self._clock.now()
+        self._started, self._cpu_started = self._clock.now(), time.process_time()
         watching = asyncio.create_task(self._watch_loop())
         try:
             async with asyncio.TaskGroup() as group:

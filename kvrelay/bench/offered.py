@@ -33,12 +33,20 @@ class Offered:
     num_unfinished: int
     was_sustained: bool
 
+    @property
+    def was_too_short(self) -> bool:
+        """Tells that most had not ended when the last one arrived: nothing then shows whether the server keeps up."""
+        return self.was_sustained and 2 * self.num_unfinished > self.num_arrived
+
     @classmethod
     def of(
         cls, sessions: Sequence[Session], records: Sequence[RequestRecord], *, asked_rate: float | None
     ) -> "Offered | None":
-        """Returns what these sessions offered and what became of it, or None if all could begin at once."""
-        last = max(session.at for session in sessions)
+        """Returns what these sessions offered and what became of it, or None if all could begin at once. Those that
+        were to arrive after the last request ended were cut off, and do not count."""
+        ended = max((record.finished for record in records), default=0.0)
+        times = [session.at for session in sessions if session.at <= ended]
+        last = max(times, default=0.0)
         if last <= 0:
             return None
         arrived = sorted(
@@ -46,7 +54,7 @@ class Offered:
         )
         good = [record for record in arrived if record.failure is None]
         return cls(
-            rate=(len(sessions) - 1) / last,
+            rate=(len(times) - 1) / last,
             asked_rate=asked_rate,
             num_arrived=len(arrived),
             num_unfinished=sum(record.finished > last for record in arrived),

@@ -5,6 +5,7 @@ It uses aiohttp, whose parser is C, because the load generator shares the machin
 
 import asyncio
 import json
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from kvrelay.core.errors import UnavailableError
 # Less than servers keep idle connections (uvicorn: 5 s), so that no request goes out on one that is just being closed.
 _KEEPALIVE_SECONDS = 2.0
 _CHECK_TIMEOUT_SECONDS = 10.0
+_END_SECONDS = 1.0  # that a server may take to end a response after all of its events
 _MAX_ERROR_CHARS = 500
 _MAX_ERROR_BYTES = 64 << 10
 
@@ -54,9 +56,9 @@ class OpenAIClient:
             self._fields["top_p"] = generation.top_p
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-            if keep_alive
-            else aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(
+                limit=0, force_close=not keep_alive, keepalive_timeout=_KEEPALIVE_SECONDS if keep_alive else None
+            ),
             timeout=aiohttp.ClientTimeout(total=generation.timeout),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),  # a load balancer's would keep all requests on one server
@@ -99,6 +101,9 @@ class OpenAIClient:
                     answer.failure = Failure(f"http {response.status}", message)
                 else:
                     await self._read(response.content, answer)
+                    answer.finished = self._clock.now()
+                    if answer.failure is None:
+                        await _read_to_end(response.content)
         except TimeoutError:
             answer.failure = Failure("timeout", "not finished within --timeout")
         except aiohttp.ClientConnectorError as error:
@@ -107,7 +112,8 @@ class OpenAIClient:
             answer.failure = Failure("not understood", str(error))
         except aiohttp.ClientError as error:
             answer.failure = Failure("disconnected", f"{type(error).__name__}: {error}")
-        answer.finished = self._clock.now()
+        if answer.finished is None:
+            answer.finished = self._clock.now()
 
     async def close(self) -> None:
         await self._session.close()
@@ -117,14 +123,13 @@ class OpenAIClient:
         parser = SseParser()
         texts: list[str] = []
         token_ids: list[int] = []
-        finished = False
         closed: float | None = None  # when the finish_reason came
+        is_done = False
         async for data in content.iter_any():
             now = self._clock.now()
             for payload in parser.feed(data):
-                if payload == b"[DONE]":
-                    finished = True
-                    continue
+                if is_done := payload == b"[DONE]":
+                    break
                 event = json.loads(payload)
                 if event.get("error") is not None:
                     answer.failure = Failure("error in the stream", _error_text(payload))
@@ -133,16 +138,20 @@ class OpenAIClient:
                     _count(usage, answer)
                 for choice in event.get("choices") or ():
                     if choice.get("finish_reason") is not None:
-                        finished, closed = True, now
+                        closed = now
                     text = self._text(choice, is_first=not answer.arrivals)
                     if text is not None:
                         answer.arrivals.append(now)
                         texts.append(text)
                         token_ids += choice.get("token_ids") or ()
+            if is_done or parser.error is not None:
+                break
         answer.text, answer.token_ids = "".join(texts), tuple(token_ids)
         if closed is not None and not answer.arrivals and answer.num_output_tokens:
             answer.arrivals.append(closed)  # a single token without text comes with the finish_reason
-        if not finished:
+        if parser.error is not None:
+            answer.failure = Failure("error in the stream", _error_text(parser.error))
+        elif closed is None and not is_done:
             rest = f": {_error_text(parser.rest)}" if parser.rest else ""  # such as JSON in place of events
             answer.failure = Failure("ended early", f"the stream ended without a finish_reason{rest}")
 
@@ -190,6 +199,15 @@ def _model_names(body: bytes) -> list[str]:
         return [str(model["id"]) for model in json.loads(body)["data"]]
     except (ValueError, KeyError, TypeError):
         return []
+
+
+async def _read_to_end(content: aiohttp.StreamReader) -> None:
+    """Reads what ends a response after its last event, so that its connection can be used again. Gives up on a server
+    that holds or breaks it."""
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(_END_SECONDS):
+            async for _ in content.iter_any():
+                pass
 
 
 async def _beginning(content: aiohttp.StreamReader) -> bytes:

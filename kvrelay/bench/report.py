@@ -100,16 +100,20 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
     if result.tokens_per_piece > _MANY_PER_PIECE:
         yield f"a piece held {result.tokens_per_piece:.1f} output tokens on average: ITL is the time between pieces"
+    whole = sum(len(one.arrivals) == 1 < one.num_output_tokens for one in result.records if one.failure is None)
+    if whole:
+        yield f"{whole} answers of several tokens came in one piece: without ITL and TPOT, they meet any --slo of these"
     if summary.merged_share > _MERGED_SHARE:
         merged = f"{summary.merged_share:.0%} of the pieces after the first came in one read with the one before"
         yield f"{merged}: the server, a proxy or this client held output back, which ITL and --slo itl do not show"
     if 0 < result.tokens_per_piece < _FEW_PER_PIECE:
         held = f"a piece held {result.tokens_per_piece:.2f} output tokens on average"
         yield f"{held}: some had none, and count in TTFT and ITL all the same"
-    if summary.num_short and summary.counted_by == "usage":
-        yield f"{summary.num_short} requests ended before the output length that was asked for"
-    elif summary.num_short:
-        yield f"{summary.num_short} requests had fewer chunks than tokens asked for: cut short, or several in a chunk"
+    short = [record.counted_by for record in result.records if record.was_short]
+    if "chunks" in short:
+        yield f"{len(short)} requests had fewer chunks than tokens asked for: cut short, or several in a chunk"
+    elif short:
+        yield f"{len(short)} requests ended before the output length that was asked for"
     if result.client_was_late:
         yield f"a request was sent {summary.latest_start * 1e3:.0f} ms late: this client could not keep up"
     if result.was_too_small:
@@ -144,7 +148,7 @@ def _backlog_note(offered: Offered) -> Iterator[str]:
     if not offered.was_sustained:
         grew = "the last quarter of the requests took more than twice as long as the first"
         yield f"the server did not keep up: {grew}, and longer runs would give other figures"
-    elif 2 * offered.num_unfinished > offered.num_arrived:
+    elif offered.was_too_short:
         left = f"{offered.num_unfinished} of {offered.num_arrived}"
         yield f"when the last one arrived, {left} had not ended: too few to show whether the server keeps up"
 

@@ -22,12 +22,12 @@ LATE_SECONDS = 0.1  # what is sent or noticed later than this shows that the cli
 class RunResult:
     """One run: its figures and every measured request.
 
-    `client_cpu_seconds` is the processor time that this process took during the run, and `client_cpu_share` its share
-    of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `num_unsent` are the later
-    turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time, None:
-    nothing did; `limit_was_reached` tells that one had to wait for its place. `num_at_once` is the number of requests
-    or conversations, if all could have begun at once, and `offered` is what arrived, if they came at times of their
-    own. `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
+    `client_cpu_seconds` is the processor time that this process took since the load began, and `client_cpu_share` its
+    share of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `num_unsent` are the
+    later turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time,
+    None: nothing did; `limit_was_reached` tells that one had to wait for its place. `num_at_once` is the number of
+    requests or conversations, if all could have begun at once, and `offered` is what arrived, if they came at times of
+    their own. `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
     """
 
     label: str
@@ -90,7 +90,7 @@ class RunResult:
             "turns unsent": self.num_unsent > 0,
             "client late": self.client_was_late,
             f"client stalled for {self.longest_stall * 1e3:.0f} ms": self.longest_stall > LATE_SECONDS,
-            "too few": self.was_too_small,
+            "too few": self.was_too_small or (self.offered is not None and self.offered.was_too_short),
             "not sustained": self.offered is not None and not self.offered.was_sustained,
         }
         return tuple(name for name, is_true in found.items() if is_true)

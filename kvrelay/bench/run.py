@@ -5,7 +5,6 @@ import gc
 import os
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 
 from kvrelay.bench.base import Client
@@ -46,13 +45,11 @@ class Runner:
         gc.collect()
         gc.freeze()  # a collection now looks only at what the run makes: the server shares our cores
         try:
-            began, cpu_before = self.clock.now(), time.process_time()
             load = await self._run_load(plan)
-            cpu = time.process_time() - cpu_before
-            share = cpu / max(self.clock.now() - began, 1e-9)
+            cpu, elapsed = load.cpu_seconds, load.elapsed
         finally:
             gc.unfreeze()
-        window = None if plan.window is None else min(plan.window, load.elapsed)
+        window = None if plan.window is None else min(plan.window, elapsed)
         records = sorted(load.records, key=lambda record: record.index)
         was_cut = self.interrupted.is_set()
         has_streams = plan.num_requests is None  # which ask again and again
@@ -63,7 +60,7 @@ class Runner:
             by_kind=summaries_by_kind(records, slos=self.slos, window=window),
             records=tuple(records),
             client_cpu_seconds=cpu,
-            client_cpu_share=share,
+            client_cpu_share=cpu / max(elapsed, 1e-9),
             was_cut=was_cut,
             num_unsent=0 if was_cut or plan.num_requests is None else plan.num_requests - len(records),
             max_concurrency=plan.max_concurrency,
@@ -110,7 +107,7 @@ def _columns() -> int:
 
 def _progress_line(load: Load, plan: Plan) -> str:
     of = "" if plan.num_requests is None else f"/{plan.num_requests}"
-    tokens = load.num_output_tokens + sum(len(answer.arrivals) for answer in list(load.running.values()))
+    tokens = load.num_output_tokens + sum(answer.num_tokens for answer in list(load.running.values()))
     rate = tokens / max(load.elapsed, 1e-9)
     name = f"{plan.label}: " if plan.label else ""
     return (

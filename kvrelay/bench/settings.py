@@ -33,6 +33,12 @@ def _is_url(url: str) -> str:
     return url
 
 
+def _is_key(key: SecretStr) -> SecretStr:
+    if not key.get_secret_value().isprintable():
+        raise ValueError("has a character that no header may hold, such as the end of a line")
+    return key
+
+
 def _for_json(rate: float) -> float | str:
     return "inf" if math.isinf(rate) else rate
 
@@ -55,7 +61,9 @@ class BenchSettings(ProcessSettings):
         default="completions", description="Over HTTP: /v1/completions or /v1/chat/completions."
     )
     model: str = Field(default="", description="Name of the model; empty: the only one served.")
-    api_key: SecretStr = Field(default=SecretStr(""), description="Sent as bearer token; belongs in KVRELAY_API_KEY.")
+    api_key: Annotated[SecretStr, AfterValidator(_is_key)] = Field(
+        default=SecretStr(""), description="Sent as bearer token; belongs in KVRELAY_API_KEY."
+    )
     tokenizer: str | None = Field(
         default=None,
         description="Directory of a model, or name of one in the Hugging Face cache, to take tokens from; unset: the "
@@ -125,6 +133,8 @@ class BenchSettings(ProcessSettings):
         Slos.parse(self.slo)
         if self.save_requests and self.json_file is None:
             raise ValueError("--save-requests needs --json-file")
+        if self.plot is not None and self.json_file is not None and self.plot.resolve() == self.json_file.resolve():
+            raise ValueError("--plot and --json-file name the same file")
         if self.endpoint == "chat" and self.prompt_format == "token_ids":
             raise ValueError("--prompt-format token_ids: a chat takes text only")
         return self

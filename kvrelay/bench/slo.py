@@ -11,7 +11,8 @@ METRICS = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Slos:
-    """Limits in seconds by metric. `itl` limits the longest gap of a request, `tpot` the mean of its gaps."""
+    """Limits in seconds by metric. `itl` limits the longest gap of a request, `tpot` the mean of its gaps; one without
+    gaps meets both, as in vLLM's benchmark."""
 
     limits: tuple[tuple[str, float], ...]
 

@@ -7,12 +7,13 @@ _MOST_BYTES = 8 << 20  # of an event; servers send a token or a whole answer in 
 
 
 class SseParser:
-    """A parser that gives the data of each event and drops names, ids and comments."""
+    """A parser that gives the data of each event and drops ids, comments, and names other than that of an error."""
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_rest", "error")
 
     def __init__(self) -> None:
         self._rest = b""
+        self.error: bytes | None = None  # the data of an event named error, which `feed` leaves out
 
     @property
     def rest(self) -> bytes:
@@ -27,11 +28,13 @@ class SseParser:
         *events, self._rest = data.split(b"\n\n")
         if len(self._rest) > _MOST_BYTES:
             raise ValueError(f"an event has more than {_MOST_BYTES >> 20} MiB")
-        return [payload for event in events if (payload := _payload(event))]
+        return [payload for event in events if (payload := self._payload(event))]
 
-
-def _payload(event: bytes) -> bytes:
-    if event.startswith(b"data:") and b"\n" not in event:  # nearly always
-        return event[5:].removeprefix(b" ")
-    lines = (line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:"))
-    return b"\n".join(lines)
+    def _payload(self, event: bytes) -> bytes:
+        if event.startswith(b"data:") and b"\n" not in event:  # nearly always
+            return event[5:].removeprefix(b" ")
+        fields = [line.partition(b":") for line in event.split(b"\n")]
+        data = b"\n".join(value.removeprefix(b" ") for name, _, value in fields if name == b"data")
+        if any(name == b"event" and value.strip() == b"error" for name, _, value in fields):
+            self.error, data = data, b""
+        return data

@@ -98,12 +98,12 @@ def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, win
         num_completed=len(good),
         num_failed=len(records) - len(good) - len(cancelled),
         num_cancelled=len(cancelled),
-        num_short=sum(record.num_output_tokens < record.num_wanted_tokens for record in good),
+        num_short=sum(record.was_short for record in records),
         seconds=seconds,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         cached_tokens=_cached_tokens(good),
-        counted_by=_counted_by(good),
+        counted_by=_counted_by(records),
         requests_per_second=len(within) / seconds,
         output_tokens_per_second=output_tokens / seconds,
         total_tokens_per_second=(output_tokens + prompt_tokens) / seconds,
@@ -152,8 +152,8 @@ def _cached_tokens(good: Sequence[RequestRecord]) -> int | None:
     return sum(counts) if counts else None
 
 
-def _counted_by(good: Sequence[RequestRecord]) -> Literal["usage", "chunks", "usage and chunks"]:
-    ways = {record.counted_by for record in good}
+def _counted_by(records: Sequence[RequestRecord]) -> Literal["usage", "chunks", "usage and chunks"]:
+    ways = {record.counted_by for record in records if record.arrivals}
     return "usage and chunks" if len(ways) == 2 else "chunks" if ways == {"chunks"} else "usage"
 
 

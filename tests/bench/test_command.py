@@ -105,6 +105,7 @@ def test_without_a_known_command_the_commands_are_listed(capsys: pytest.CaptureF
         ),
         (["latency", "--slo", "fast=1"], "METRIC=MILLISECONDS"),
         (["latency", "--input-len", "5-x"], "write 512, or 128-512"),
+        (["latency", "--json-file", "same", "--plot", "./same"], "--plot and --json-file name the same file"),
         (["latency", "--save-requests"], "--save-requests needs --json-file"),
         (["latency", "--endpoint", "chat", "--prompt-format", "token_ids"], "a chat takes text only"),
         (["latency", "--input-length", "5"], "did you mean --input-len?"),
@@ -117,6 +118,18 @@ def test_settings_that_contradict_each_other_are_refused(
         bench(argv)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one from a file with a line end of Windows."""
+    monkeypatch.setenv("KVRELAY_API_KEY", "secret\r")
+    with pytest.raises(SystemExit) as ended:
+        bench(["latency"])
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2 and "secret" not in errors
+    assert "--api-key: has a character that no header may hold, such as the end of a line" in errors
 
 
 def test_a_missing_tokenizer_is_named_with_the_remedy(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import json
+import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 
 from kvrelay.bench import result as result_module
 from kvrelay.bench.arrivals import gamma_arrivals
+from kvrelay.bench.base import Segment
+from kvrelay.bench.load import MAX_READY
 from kvrelay.bench.measure import measure
+from kvrelay.bench.prompts import PromptBuilder
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.settings import ServeBenchSettings, SweepBenchSettings
 from router.request import RequestEvent, RoutedRequest
@@ -93,12 +97,31 @@ class CrowdedRelay(ScriptedRelay):
             yield event
 
 
-async def test_as_many_requests_run_as_the_concurrency_allows(relay: ScriptedRelay) -> None:
-    crowded = CrowdedRelay(relay.tokenizer, crowd=3)
+@pytest.mark.parametrize("crowd", [3, 101])
+async def test_as_many_requests_run_as_the_concurrency_allows(crowd: int, relay: ScriptedRelay) -> None:
+    crowded = CrowdedRelay(relay.tokenizer, crowd=crowd)
+    settings: dict[str, Any] = {"concurrency": crowd, "requests": 2 * crowd, "timeout": 20.0}
     async with gateway(crowded) as url:
-        _, [result] = await measure(ServeBenchSettings(url=url, concurrency=3, requests=9, timeout=20.0, **SMALL))
+        _, [result] = await measure(ServeBenchSettings(url=url, **settings, **SMALL))
     assert result.summary.failures == (), "with fewer at a time nobody would have been answered"
-    assert crowded.most_running == 3 and result.limit_was_reached
+    assert crowded.most_running == crowd and result.limit_was_reached
+
+
+async def test_drawing_prompts_before_the_load_is_no_part_of_what_it_takes(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Segment] = []
+    pieces = PromptBuilder.pieces
+
+    def drawing(builder: PromptBuilder, segments: Sequence[Segment]) -> Iterator[list[int]]:
+        drawn.extend(segments)
+        return pieces(builder, segments)
+
+    monkeypatch.setattr(PromptBuilder, "pieces", drawing)
+    monkeypatch.setattr("time.process_time", lambda: float(len(drawn)))  # nothing else takes any
+    _, [at_once] = await measure(ServeBenchSettings(url=url, request_rate=math.inf, requests=40, **SMALL))
+    _, [in_turn] = await measure(ServeBenchSettings(url=url, concurrency=2, requests=40, **SMALL))
+    assert len(drawn) == 80 and (at_once.client_cpu_seconds, in_turn.client_cpu_seconds) == (0.0, 40.0 - MAX_READY)
 
 
 async def test_a_limit_that_is_not_reached_excuses_nobody(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,6 +288,7 @@ async def test_events_that_come_in_one_read_are_told_from_fast_ones() -> None:
         ((b'{"error":{"message":"too long"}}',), 400, "http 400", "too long"),
         ((b"<html>gateway</html>",), 502, "http 502", "<html>gateway</html>"),
         ((PIECE, b'data: {"error":{"message":"died"}}\n\n'), 200, "error in the stream", "died"),
+        ((PIECE, b"event: error\ndata: it died\n\n", DONE), 200, "error in the stream", "it died"),
         ((b"data: {not json\n\n",), 200, "not understood", "property name"),
         ((b"data: %s\n\n" % (b"[" * 100_000),), 200, "not understood", "recursion"),
         ((PIECE, LAST, USAGE.replace(b":5", b':"5"')), 200, "not understood", "usage: completion_tokens is '5'"),

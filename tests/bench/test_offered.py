@@ -61,13 +61,18 @@ class Server:
         """Does nothing: there is no connection."""
 
 
-def results_of(settings: BenchSettings, make_server: Callable[[], Server]) -> list[RunResult]:
-    """Returns the result of every plan, each of a server of its own and from the time 0 on."""
+def results_of(
+    settings: BenchSettings, make_server: Callable[[], Server], *, cut_at: float | None = None
+) -> list[RunResult]:
+    """Returns every plan's result, each of a server of its own and from the time 0 on; Ctrl-C comes at `cut_at`."""
     found: list[RunResult] = []
 
     async def run(plan: Plan, loop: VirtualLoop) -> None:
         builder = PromptBuilder(Vocabulary.of_size(4096), "token_ids", seed=settings.seed)
-        runner = Runner(make_server(), builder, VirtualClock(), settings.slos, asyncio.Event(), False)
+        interrupted = asyncio.Event()
+        if cut_at is not None:
+            loop.call_later(cut_at, interrupted.set)
+        runner = Runner(make_server(), builder, VirtualClock(), settings.slos, interrupted, False)
         found.append(await runner.measure(plan))
 
     for plan in plans_of(settings):
@@ -102,14 +107,24 @@ def test_a_server_that_keeps_up_has_no_flaw(places: int, more: dict[str, Any]) -
 
 @pytest.mark.parametrize("requests", [2, 5, 32, 300])
 @pytest.mark.parametrize(("output_len", "seed"), [("10", 0), ("5-15", 0), ("5-15", 1), ("5-15", 2)])
-def test_a_run_that_is_shorter_than_its_answers_has_no_flaw(requests: int, output_len: str, seed: int) -> None:
+def test_a_run_that_is_shorter_than_its_answers_has_too_few_requests(requests: int, output_len: str, seed: int) -> None:
     settings = ServeBenchSettings(
         request_rate=requests / 2, requests=requests, seed=seed, **SHORT | {"output_len": output_len}
     )
     [result] = results_of(settings, lambda: Server(places=EVER, step=2.0))
-    assert result.flaws == ()
+    assert result.flaws == ("too few",)
     left = f"when the last one arrived, {requests} of {requests} had not ended: too few to show whether"
     assert left in render(result, None)
+
+
+def test_a_load_that_shows_nothing_of_the_server_is_no_knee() -> None:
+    """It is shorter than its answers, or arrives all at once: any server bears that for a while."""
+    for rates, expected in (((1, 64), "1/s"), ((1, math.inf), "1/s"), ((64,), None), ((math.inf,), "inf/s")):
+        settings = SweepBenchSettings(request_rates=rates, slo=("e2e=2000",), **SHORT)
+        results = results_of(settings, lambda: Server(places=EVER, step=0.1))
+        assert all(result.summary.goodput and result.summary.goodput.attainment == 1.0 for result in results)
+        knee = find_knee(results, 0.9)
+        assert (knee and knee.label) == expected
 
 
 def test_a_server_that_takes_more_at_a_time_as_they_come_keeps_up() -> None:
@@ -164,6 +179,21 @@ def test_a_trace_offers_its_own_rate(tmp_path: Path) -> None:
     assert "4.44 requests or conversations arrived per second\n" in render(result, None)
 
 
+def test_what_had_not_arrived_at_an_interrupt_was_not_offered() -> None:
+    settings = ServeBenchSettings(request_rate=2.0, requests=100, **SHORT)
+    [plan], [result] = plans_of(settings), results_of(settings, lambda: Server(places=EVER, step=0.1), cut_at=10.0)
+    times = [session.at for session in plan.sessions if session.at <= 10.0]
+    unfinished = sum(at + 1.0 > times[-1] for at in times)
+    assert result.was_cut and 0 < unfinished < len(times) < 100
+    assert result.offered == Offered((len(times) - 1) / times[-1], 2.0, len(times), unfinished, was_sustained=True)
+
+
+def test_an_interrupt_ends_the_time_over_which_rates_are_taken() -> None:
+    settings = ServeBenchSettings(workload="mixed", streams=2, duration=60.0, **SHORT)
+    [result] = results_of(settings, twenty_per_second, cut_at=10.0)
+    assert result.was_cut and result.summary.seconds == pytest.approx(10.0)
+
+
 def each_second(*taken: float) -> tuple[list[Session], list[RequestRecord]]:
     """Returns sessions and records of requests that arrived every second and took so many."""
     sessions = [Session(float(at), []) for at in range(len(taken))]
@@ -178,6 +208,14 @@ def test_requests_that_failed_show_nothing() -> None:
         found = Offered.of(sessions, records, asked_rate=1.0)
         assert found is not None and found.was_sustained == was_sustained
         assert run_of(*records, offered=found).flaws == (() if was_sustained else ("not sustained",))
+
+
+def test_a_request_has_not_ended_before_it_has_failed() -> None:
+    """Although nothing came for a long time."""
+    sessions, quick = each_second(0.5, 0.5, 0.5)
+    hung = replace(quick[0], finished=9.0, failure=Failure("timeout", ""))
+    found = Offered.of(sessions, [hung, *quick[1:]], asked_rate=1.0)
+    assert found is not None and found.num_unfinished == 2
 
 
 def test_later_requests_may_take_longer() -> None:

@@ -75,9 +75,10 @@ def test_the_table_says_how_long_requests_waited_for_a_place() -> None:
 def test_chunks_may_be_several_tokens_and_say_less_about_an_early_end() -> None:
     short = record(1.0, wanted=4)
     assert "1 requests ended before the output length" in render(run_of(short), None)
-    assert "1 requests had fewer chunks than tokens asked for" in render(
-        run_of(replace(short, counted_by="chunks")), None
-    )
+    uncounted = replace(short, counted_by="chunks")
+    assert "1 requests had fewer chunks than tokens asked for" in render(run_of(uncounted), None)
+    failed = replace(uncounted, failure=Failure("timeout", ""))
+    assert "1 requests ended before the output length" in render(run_of(short, failed), None), "this one was counted"
 
 
 def test_the_table_says_that_a_piece_is_several_tokens() -> None:
@@ -87,6 +88,18 @@ def test_the_table_says_that_a_piece_is_several_tokens() -> None:
     assert "a piece held" not in render(run_of(record(1.0, 2.0)), None)
     empty = replace(record(1.0, 2.0), num_output_tokens=1)
     assert "a piece held 0.50 output tokens on average: some had none" in render(run_of(empty), None)
+
+
+def test_the_table_says_that_answers_came_in_one_piece() -> None:
+    """They meet what is asked of the time between tokens, as in vLLM's benchmark."""
+    slos = Slos.parse(["itl=1", "tpot=1"])
+    whole = replace(record(5.0), num_output_tokens=8)
+    table = render(run_of(whole, record(5.0), replace(whole, failure=Failure("timeout", "")), slos=slos), slos)
+    assert "66.7% of requests meet itl <= 1 ms, tpot <= 1 ms" in table
+    assert (
+        "\n1 answers of several tokens came in one piece: without ITL and TPOT, they meet any --slo of these" in table
+    )
+    assert "in one piece" not in render(run_of(record(5.0), record(1.0, 2.0)), None)
 
 
 def test_the_table_says_that_pieces_came_together() -> None:

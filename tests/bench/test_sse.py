@@ -34,6 +34,13 @@ def test_comments_and_names_are_dropped_and_lines_joined() -> None:
     assert parser.feed(b": ping\n\nevent: x\ndata: one\ndata:two\nid: 3\n\ndata:three\n\n") == [b"one\ntwo", b"three"]
 
 
+def test_an_event_that_is_named_an_error_is_told_from_all_others() -> None:
+    parser = SseParser()
+    assert parser.feed(b"event: erroneous\ndata: one\n\n") == [b"one"] and parser.error is None
+    assert parser.feed(b'event:error\ndata: {"a":\ndata: 1}\n\ndata: two\n\n') == [b"two"]
+    assert parser.error == b'{"a":\n1}'
+
+
 def test_an_incomplete_event_is_kept_back() -> None:
     parser = SseParser()
     assert parser.feed(b"data: half\n") == []

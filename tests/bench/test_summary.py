@@ -1,5 +1,7 @@
 """The benchmark's arithmetic: percentiles, rates, goodput, failures."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.bench.base import CANCELLED, Failure
@@ -53,6 +55,13 @@ def test_failures_count_tokens_but_no_latency() -> None:
     ]
     assert summary.output_tokens == 4
     assert summary.ttft is not None and summary.ttft.max == 1.0
+
+
+@pytest.mark.parametrize("kind", ["timeout", CANCELLED])
+def test_the_tokens_of_a_failed_request_are_of_those_that_the_server_counted_or_not(kind: str) -> None:
+    cut, nothing = (replace(record(*got, failure=Failure(kind, "")), counted_by="chunks") for got in ((1.0,), ()))
+    assert summarise([record(1.0, 2.0), cut]).counted_by == "usage and chunks"
+    assert (summarise([cut]).counted_by, summarise([record(1.0, 2.0), nothing]).counted_by) == ("chunks", "usage")
 
 
 @pytest.mark.parametrize("kind", ["timeout", CANCELLED])
