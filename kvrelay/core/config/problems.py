@@ -39,10 +39,6 @@ def explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
     problem = message.removeprefix("error parsing CLI: ")
     if problem.endswith("expected one argument"):
         problem += ", written --name=VALUE if it begins with a dash"
-    positional = next((argument_of(name, field) for name, field in fields.items() if is_positional(field)), None)
-    hint = f"; write -- before a {positional} that begins with a dash" if positional else ""
-    if problem.startswith("argument -h/--help: ignored"):  # it begins as -h does
-        return problem + hint
     marker = "unrecognized arguments: "
     if marker not in problem:
         return problem
@@ -54,6 +50,8 @@ def explain_flag(message: str, fields: Mapping[str, FieldInfo]) -> str:
     if first in flags:
         return f"{flags[first]} is given without {first}"
     meant = nearest(first, [flag for flag in flags if flag == flags[flag]])
+    positional = next((argument_of(name, field) for name, field in fields.items() if is_positional(field)), None)
+    hint = f"; write -- before a {positional} that begins with a dash" if positional else ""
     return f"there is no setting {unknown!r}{meant or ('' if first.startswith('--') else hint)}"
 
 

@@ -213,7 +213,6 @@ def test_missing_argument_says_where_it_may_come_from(capsys: pytest.CaptureFixt
         (("--my-block-size", "3"), "did you mean --block-size?"),
         (("--co", "x"), "did you mean --config or --connector?"),
         (("another",), "one argument too many: 'another'"),
-        (("-hello there",), "'ello there'; write -- before a MODEL that begins with a dash\n"),
         (("-5x",), "there is no setting '-5x'; write -- before a MODEL that begins with a dash\n"),
         (("--config", ""), "--config: names no file"),
     ],
