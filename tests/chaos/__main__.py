@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +36,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # so that no stopped process is left
     connectors = [options.connector] if options.connector else CONNECTORS
     reports = [_run(connector, options) for connector in connectors]
     json.dump([dataclasses.asdict(report) for report in reports], sys.stdout, indent=2)

@@ -75,11 +75,13 @@ def _shuffled_rounds(chance: random.Random, items: Sequence[_Item]) -> Iterator[
 
 @dataclass(slots=True)
 class Injector:
-    """A task that inflicts faults on a cluster and heals them. `problems` tells what did not heal or ended in error."""
+    """A task that inflicts faults on a cluster and heals them. `problems` tells what did not heal or ended in error,
+    `without_decode` from when to when no decode node lived, or the router did not know of all of them."""
 
     cluster: ChaosCluster
     counts: Counter[Kind] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    without_decode: list[tuple[float, float]] = field(default_factory=list)
     _busy: set[str] = field(default_factory=set)
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -112,6 +114,8 @@ class Injector:
         self.counts[fault.kind] += 1
         _logger.info("%5.1f s: %s: %s (%.1f s)", now - began, fault.target, fault.kind.value, fault.seconds)
         await self._inflict(fault, names)
+        if fault.kind is Kind.NO_DECODE:
+            self.without_decode.append((now, time.monotonic()))
         _logger.info("%5.1f s: %s is whole again", time.monotonic() - began, fault.target)
 
     def _names(self, fault: Fault) -> list[str]:

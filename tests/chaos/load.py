@@ -18,10 +18,11 @@ _RETRY_SECONDS = 1.0  # what the router tells those that it refuses
 @dataclass(slots=True)
 class LoadReport:
     """Figures of what the clients saw. `longest_gap` and `longest_first` are the longest waits between two chunks and
-    for a first one, in seconds. `requests` does not count those that were refused."""
+    for a first one, in seconds. `requests` does not count those that were refused; `refusals` has the times of these,
+    on the monotonic clock."""
 
     requests: int = 0
-    refused: int = 0
+    refusals: list[float] = field(default_factory=list)
     aborted: int = 0
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Load:
                 leave = Leave(self._random.randrange(_LEAVE_WITHIN_CHUNKS), self._random.uniform(0, 0.05))
             answer = await self._client.ask(ask, salt=salt, leave=leave)
             if answer.refused:
-                self.report.refused += 1
+                self.report.refusals.append(time.monotonic())
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             self.report.add(ask, answer, self._expected[ask.name], at=time.monotonic() - self._began)

@@ -189,6 +189,12 @@ class ChaosCluster:
         found = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for labels, value in found if label in labels)
 
+    async def num_expired_leases(self) -> int:
+        """Returns how many leases have expired in all lives of the nodes, as their logs say, once none is left."""
+        await asyncio.gather(*(node.load_when() for node in self.nodes.values()))
+        logs = self.setup.directory.glob("prefill-*.log")
+        return sum(log.read_text().count("expired: nobody renewed or released it") for log in logs)
+
     async def wait_live(self, *names: str) -> None:
         """Waits until the router takes these nodes for live."""
         async with asyncio.timeout(LIVE_SECONDS):

@@ -46,7 +46,7 @@ class Report:
             count = len(value) if isinstance(value, list) else value
             lines.append(f"  {'ok ' if not value else 'BAD'} {name.replace('_', ' ')}: {count}")
         lines.append(f"  requests: {self.requests}, of which clients left {self.aborted_by_clients}")
-        lines.append(f"  refused while no decode node lived: {self.refused_requests}")
+        lines.append(f"  refused, and sent again: {self.refused_requests}")
         lines.append(f"  placed again: {self.migrations} times, {self.recomputed_tokens} tokens computed again")
         lines.append(
             f"  longest stall a client saw: {self.longest_stall:.1f} s between two chunks, "

@@ -3,19 +3,30 @@
 import asyncio
 import os
 import random
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tests.chaos.faults import OF_REDIS, Kind, faults
+from tests.chaos.load import Load
+from tests.chaos.nodes import NODE_NAMES
 from tests.chaos.proxy import Proxy
+from tests.chaos.report import Report
+from tests.chaos.run import note
 from tests.chaos.soak import Holdings, growth, leaks
-from tests.chaos.streams import Answer
-from tests.chaos.verdict import Verdict, judge
+from tests.chaos.streams import Answer, Client
+from tests.chaos.verdict import Verdict, differences, judge
+from tests.e2e.processes import PATIENCE_SECONDS, processes_of, wait_until
 
+ROOT = Path(__file__).parent.parent.parent
 TOKENS = random.Random(1).sample(range(2000), 40)
 
 
@@ -53,6 +64,16 @@ def test_logprobs_are_compared() -> None:
     assert judge(answer(TOKENS, logprobs={0: [-1.0] * 39}), expected)[0] is Verdict.SHIFTED
 
 
+def test_answers_are_compared_in_all_that_a_client_sees() -> None:
+    expected = {"a": answer(TOKENS, logprobs={0: [-1.0] * 40}), "b": answer(TOKENS)}
+    assert differences(expected, expected) == []
+    found = {"a": answer(TOKENS, logprobs={0: [-1.1] * 40}), "b": answer(TOKENS, finish="STOP")}
+    assert [difference.split(":")[0] for difference in differences(found, expected)] == [
+        "a is different",
+        "b is duplicate or gap",
+    ]
+
+
 def test_an_output_that_goes_on_after_its_end_has_failed() -> None:
     found = answer(TOKENS)
     found.add(0, [1], "")
@@ -64,6 +85,41 @@ def test_only_a_request_without_output_counts_as_refused() -> None:
     assert answer([], outputs={}, error=told).refused
     assert not answer(TOKENS[:3], error=told).refused
     assert not answer([], outputs={}, error="UNAVAILABLE: no decode node came that could go on within 120.0 s").refused
+
+
+def test_a_refusal_while_a_decode_node_lives_is_a_problem() -> None:
+    load = Load(cast("Client", None), (), {}, seed=1, aborts=0.0)
+    load.report.refusals += [10.5, 20.0, 31.0]
+    for without_decode, number in (([(10.0, 12.0), (19.0, 30.0)], 0), ([(10.0, 12.0), (31.5, 40.0)], 2), ([], 3)):
+        report = Report("chaos", "shared_memory", seed=1)
+        note(load, report, without_decode=without_decode)
+        assert report.refused_requests == 3
+        assert report.problems == [f"{number} requests were refused while a decode node lived"] * (number > 0)
+
+
+@pytest.mark.asyncio(loop_scope="session")  # the proxies of other tests' cluster must not stand still meanwhile
+async def test_chaos_that_is_told_to_end_leaves_no_stopped_process(tmp_path: Path) -> None:
+    await asyncio.to_thread(end_chaos_with_stopped_nodes, tmp_path)
+
+
+def end_chaos_with_stopped_nodes(directory: Path) -> None:
+    def nodes() -> list[int]:
+        return [process for model in directory.glob("*/demo-model") for process in processes_of(model)]
+
+    command = [sys.executable, "-m", "tests.chaos", "--connector", "shared_memory"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(directory)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, cwd=ROOT) as chaos:
+        try:
+            wait_until(lambda: len(nodes()) == len(NODE_NAMES), lambda: "not all nodes are started")
+            for node in nodes():
+                os.kill(node, signal.SIGSTOP)
+            chaos.terminate()
+            chaos.wait(PATIENCE_SECONDS)
+            assert nodes() == []
+        finally:
+            chaos.kill()
+            for node in nodes():
+                os.kill(node, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("with_redis", [False, True])

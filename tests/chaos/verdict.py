@@ -1,6 +1,6 @@
 """Judges whether a client got what it would have got from an undisturbed cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from tests.chaos.streams import Answer
@@ -31,6 +31,12 @@ def judge(found: Answer, expected: Answer) -> tuple[Verdict, str]:
     if not found.left and (found.outputs, found.finish_reasons) != (expected.outputs, expected.finish_reasons):
         return Verdict.SHIFTED, f"ended early: {found.finish_reasons}, not {expected.finish_reasons}"
     return Verdict.RIGHT, ""
+
+
+def differences(found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> list[str]:
+    """Returns which of the answers are not right, and why."""
+    verdicts = {name: judge(answer, expected[name]) for name, answer in found.items()}
+    return [f"{name} is {verdict.value}: {why}" for name, (verdict, why) in verdicts.items() if why]
 
 
 def _difference(index: int, output: Sequence[object], whole: Sequence[object]) -> tuple[Verdict, str]:

@@ -24,7 +24,8 @@ START_SECONDS = 90.0  # a cluster's processes load their models one beside the o
 
 class Program:
     """A running `kvrelay ARGUMENTS` in a process group of its own, as a shell starts it. `log` gets its standard error,
-    `environment` is added to ours, `descriptors` are inherited. With `--supervised` it ends with us, however we end."""
+    `environment` is added to ours, `descriptors` are inherited. With `--supervised` it ends with us, however we end,
+    unless it is stopped (SIGSTOP) then."""
 
     def __init__(
         self,

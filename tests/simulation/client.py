@@ -4,6 +4,7 @@ Invariant: the tokens a client was given are a beginning of the right ones, and 
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from kvrelay.core.errors import (
 )
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.node_report import NodeDescription
 from router.edge.validation import ClientRequest, RequestValidator, TokenPrompt
+from router.nodes.node import NodeState
 from router.relay.relay import ClusterRelay
 from router.request import RequestTrace, RoutedRequest, ServedModel
 from tests.simulation.engine import STEP_FAILED
@@ -61,11 +64,12 @@ class Plan:
 
 @dataclass(slots=True)
 class Client:
-    """One request. `excuses`: texts that an UnavailableError or a GivenUpError may have. `report` is called with each
-    violation."""
+    """One request. `excuses`: texts that an UnavailableError or a GivenUpError may have. `lateness`: seconds for which
+    its router may be stopped. `report` is called with each violation."""
 
     plan: Plan
     excuses: tuple[str, ...]
+    lateness: float
     report: Callable[[str], None]
     trace: Callable[[str], None]
     random: Random
@@ -75,6 +79,8 @@ class Client:
     _finished: dict[int, FinishReason] = field(default_factory=dict)
     _num_endings: int = 0
     _has_prompt_logprobs: bool = False
+    _over_at: float = math.inf  # when the request has ended, at the latest
+    _paused: float = 0.0  # seconds in which the client took nothing
 
     @property
     def name(self) -> str:
@@ -87,6 +93,7 @@ class Client:
         try:
             await asyncio.sleep(self.plan.arrives_at)
             started = loop.time()
+            self._over_at = started + self.plan.request.timeout
             self.trace(f"client {self.name} asks ({self.plan.behaviour.value})")
             await self._read(relay)
         except asyncio.CancelledError:
@@ -94,7 +101,7 @@ class Client:
                 self._ended("disappeared")
             raise
         except KVRelayError as error:
-            self._on_error(error, loop.time() - started)
+            self._on_error(error, loop.time() - started, relay)
 
     async def _admitted(self, relay: ClusterRelay) -> bool:
         """Asks the edge to admit the request. Returns False if it is refused, for a good reason."""
@@ -122,6 +129,9 @@ class Client:
             return
         async with aclosing(relay.run(self.plan.request)) as events:
             async for event in events:
+                self._check_in_time(type(event).__name__)
+                if len(relay._running) > relay._limits.max_concurrent_requests:
+                    self.report(f"{self.name}: {len(relay._running)} requests run at its router")
                 match event:
                     case RequestTrace():
                         self._on_trace(event)
@@ -133,7 +143,9 @@ class Client:
                             self._ended("left")
                             return
                 if self.plan.longest_pause:
-                    await asyncio.sleep(self.random.uniform(0.0, self.plan.longest_pause))
+                    pause = self.random.uniform(0.0, self.plan.longest_pause)
+                    self._paused += pause
+                    await asyncio.sleep(pause)
         if self._num_endings == 0:
             self.report(f"{self.name}: the events ended without a trace and without an error")
 
@@ -146,9 +158,12 @@ class Client:
                 return True
             case Behaviour.ABORTS:
                 relay.abort(self.name)
+                self._over_at = min(self._over_at, self._now)
             case Behaviour.SATISFIED:
                 relay.finish(self.name, output.index)
                 self._finished.setdefault(output.index, FinishReason.STOP)
+                if len(self._finished) == self.plan.request.sampling.n:
+                    self._over_at = min(self._over_at, self._now)
         return False
 
     # -- what comes ----------------------------------------------------------------------------------------------------
@@ -192,7 +207,8 @@ class Client:
         ):
             self.report(f"{self.name}: the trace does not add up: {trace}")
 
-    def _on_error(self, error: KVRelayError, elapsed: float) -> None:
+    def _on_error(self, error: KVRelayError, elapsed: float, relay: ClusterRelay) -> None:
+        self._check_in_time(type(error).__name__)
         self._ended(type(error).__name__)
         self.trace(f"client {self.name}: {type(error).__name__}: {error}")
         match error:
@@ -204,13 +220,23 @@ class Client:
                 return
             case UnavailableError() | GivenUpError() if any(excuse in str(error) for excuse in self.excuses):
                 return
-            case UnavailableError() if not self._has_begun and any(why in str(error) for why in REFUSALS):
+            case UnavailableError() if self._is_refusal(error) and not _has_decode_node(self.plan.request, relay):
                 return
         self.report(f"{self.name}: ended after {elapsed:.3f} s with {error!r}")
 
+    def _is_refusal(self, error: UnavailableError) -> bool:
+        has_begun = self.tokens or self._has_prompt_logprobs
+        return not has_begun and any(why in str(error) for why in REFUSALS)
+
     @property
-    def _has_begun(self) -> bool:
-        return bool(self.tokens) or self._has_prompt_logprobs
+    def _now(self) -> float:
+        """Returns the time, without what the client has slept."""
+        return asyncio.get_running_loop().time() - self._paused
+
+    def _check_in_time(self, what: str) -> None:
+        """Reports what comes after the request's time is over, it was aborted, or all its outputs were enough."""
+        if self._now > self._over_at + self.lateness:
+            self.report(f"{self.name}: {what} came {self._now - self._over_at:.3f} s after the request had to be over")
 
     def _ended(self, how: str) -> None:
         self._check_not_ended(how)
@@ -266,7 +292,13 @@ def _as_asked(request: RoutedRequest) -> ClientRequest:
     )
 
 
-def _is_served(request: RoutedRequest, model: ServedModel) -> bool:
-    """Tells whether every live node can serve the request."""
+def _has_decode_node(request: RoutedRequest, relay: ClusterRelay) -> bool:
+    """Tells whether the router knows a live decode node that can serve the request."""
+    live = (node.description for node in relay._registry.decode if node.state is NodeState.LIVE)
+    return any(description is not None and _is_served(request, description) for description in live)
+
+
+def _is_served(request: RoutedRequest, by: ServedModel | NodeDescription) -> bool:
+    """Tells whether every live node, or the one described, can serve the request."""
     num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-    return num_tokens <= model.max_model_len and request.sampling.n <= model.max_num_seqs
+    return num_tokens <= by.max_model_len and request.sampling.n <= by.max_num_seqs

@@ -35,6 +35,7 @@ from tests.simulation.transports import SAME_HOST, Transports
 from tests.simulation.virtual_loop import Process, VirtualClock, VirtualLoop
 
 T = TypeVar("T")
+_DRAIN_SECONDS = 30.0  # of an idle node; the store may still owe it an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class ClusterConfig:
     """The size and the settings of a cluster. `node`: the settings that nodes usually have; with the probability
     `variety` one has others, every time it starts. `lease_ttls`: one for each router. `connectors`: the tiers of a node
     in the order of asking; nodes are on `num_hosts` hosts in turn, and with `lends_cores` say that those of a host lend
-    each other cores. `damage`: probability that a copied payload loses a bit. Times are in seconds."""
+    each other cores. `damage`: probability that a payload loses a bit when it is copied or read from the store. Times
+    are in seconds."""
 
     num_prefill_nodes: int = 2
     num_decode_nodes: int = 2
@@ -110,7 +112,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.network = Network(self.faults, self.trace)
         self.copy = DamagingCopy(Random(self.random.getrandbits(64)), probability=self.config.damage)
-        self.store = Store(Random(self.random.getrandbits(64)), self.faults.delay)
+        self.store = Store(Random(self.random.getrandbits(64)), self.faults.delay, damage=self.config.damage)
         self._transports = Transports(
             self.store, self.faults, self.copy, VirtualClock(), self._is_silent, self._is_apart, self.config.store_ttl
         )
@@ -178,13 +180,19 @@ class Cluster:
         await process_task(running.process, self._stop_node(running, drain_seconds))
         self.trace(f"{address} has ended")
 
+    def calm_down(self) -> None:
+        """Lets nothing go wrong any more."""
+        self.faults.stop()
+        self.copy.probability = self.store.damage = 0.0
+
     async def close(self) -> None:
-        """Ends everything in an orderly way."""
+        """Ends everything in an orderly way. The nodes are idle, so their drains have to end."""
         for router in self.routers.values():
             await process_task(router.process, router.relay.close(timeout=5.0))
             await process_task(router.process, router.registry.close())
         for running in list(self.nodes.values()):
-            await process_task(running.process, self._stop_node(running, 1.0))
+            if not await process_task(running.process, self._stop_node(running, _DRAIN_SECONDS)):
+                self.failures.append(f"{running.address} is idle and does not end its drain")
 
     # -- making --------------------------------------------------------------------------------------------------------
 
@@ -266,9 +274,10 @@ class Cluster:
             self.trace(f"{process.name} continues")
             process.resume()
 
-    async def _stop_node(self, running: RunningNode, drain_seconds: float) -> None:
+    async def _stop_node(self, running: RunningNode, drain_seconds: float) -> bool:
+        """Returns whether the node has drained in time."""
         try:
-            async with asyncio.timeout(drain_seconds):
+            async with asyncio.timeout(drain_seconds) as limit:
                 await running.node.drain()
         except TimeoutError:
             self.trace(f"{running.address} is cut short")
@@ -277,6 +286,7 @@ class Cluster:
         await running.service.close()
         await running.server.stop()
         await running.node.close()
+        return not limit.expired()
 
 
 def process_task(process: Process, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":

@@ -14,7 +14,7 @@ from tests.simulation.cluster import Cluster, Router, process_task
 from tests.simulation.running_node import LAYOUT, RunningNode
 from tests.simulation.virtual_loop import describe_task
 
-_SETTLE_SECONDS = 60.0  # leases that nobody releases expire, connections that hang break, routers find nodes again
+_SETTLE_SECONDS = 60.0  # leases whose release was lost expire, connections that hang break, routers find nodes again
 _LOOK_SECONDS = 1.0
 
 
@@ -123,6 +123,12 @@ def _wrong_values(values: Mapping[str, bytes], kv: Mapping[BlockHash, bytes]) ->
 
 def _is_right(content: bytes | memoryview, expected: bytes | None) -> bool:
     return expected is not None and bytes(content[: len(expected)]) == expected
+
+
+def expired_leases(cluster: Cluster) -> list[str]:
+    """Returns at which nodes leases have expired. None does while nothing goes wrong: all are renewed and released."""
+    expired = {running.address: running.node.lease_counts.expired for running in cluster.nodes.values()}
+    return [f"{number} leases have expired at {address}" for address, number in expired.items() if number]
 
 
 def left_tasks(cluster: Cluster) -> list[str]:

@@ -15,13 +15,14 @@ from random import Random
 from tests.simulation.client import LONG_WAIT, Behaviour, Client, Plan
 from tests.simulation.cluster import Cluster, ClusterConfig, process_task
 from tests.simulation.faults import Faults
-from tests.simulation.invariants import left_tasks, wait_clean
+from tests.simulation.invariants import expired_leases, left_tasks, wait_clean
 from tests.simulation.ledger import kv_by_name
 from tests.simulation.store import StoreState
 from tests.simulation.virtual_loop import StuckError, VirtualLoop, run_virtual
 
 FAULT_SECONDS = 20.0  # after this nothing goes wrong any more
 _LONGEST_RUN_SECONDS = 900.0
+_ROUNDING_SECONDS = 1e-6
 
 
 class Disaster(Enum):
@@ -85,8 +86,10 @@ def run_scenario(scenario: Scenario, faults: Faults, random: Random, *, traced: 
     outcome = Outcome()
 
     async def main(loop: VirtualLoop) -> None:
+        events: list[str] = []
+
         def trace(event: str) -> None:
-            outcome.events.append(f"{loop.time():10.6f} {event}")
+            events.append(f"{loop.time():10.6f} {event}")
 
         cluster = Cluster(loop, scenario.config, random, faults, trace if traced else _ignore)
         handler = _LogTrace(trace)
@@ -99,6 +102,7 @@ def run_scenario(scenario: Scenario, faults: Faults, random: Random, *, traced: 
         finally:
             logger.removeHandler(handler)
             outcome.failures += cluster.failures + loop.errors
+            outcome.events += events  # without those of the tasks that are ended afterwards, in any order
 
     gc.collect()
     try:
@@ -128,9 +132,9 @@ class _Run:
         leaving = [asyncio.create_task(self._disappear(*pair)) for pair in zip(self._clients, self._tasks, strict=True)]
         await asyncio.gather(*disasters, *leaving)
         await self._until_ended()
-        cluster.faults.stop()
-        cluster.copy.probability = 0.0
         await wait_clean(cluster, kv_by_name(plan.request for plan in self._scenario.plans))
+        if self._is_calm:
+            cluster.failures.extend(expired_leases(cluster))
         await cluster.close()
         cluster.failures.extend(left_tasks(cluster))
         self._count()
@@ -142,6 +146,7 @@ class _Run:
             client = Client(
                 plan,
                 self._excuses(),
+                self._lateness(),
                 cluster.failures.append,
                 cluster.trace,
                 Random(self._random.getrandbits(64)),
@@ -154,19 +159,27 @@ class _Run:
         back; nor are the losses of many, unless there was too little time to learn which of them have ended."""
         return ("no decode node came", "given up after") if self._cluster.config.node_wait < LONG_WAIT else ()
 
+    def _lateness(self) -> float:
+        """Returns for how many seconds a router may be stopped in all."""
+        pauses = (strike.seconds for strike in self._scenario.strikes if strike.disaster is Disaster.PAUSE_ROUTER)
+        return _ROUNDING_SECONDS + sum(pauses)
+
+    @property
+    def _is_calm(self) -> bool:
+        """Tells whether nothing has gone wrong."""
+        return self._cluster.faults.num_injected + self._num_disasters == 0
+
     async def _until_ended(self) -> None:
         """Waits for every client of a live router. Faults go on for as long as they may."""
         tasks = [task for task in self._tasks if task not in self._lost_tasks()]
         pause = asyncio.create_task(asyncio.sleep(max(0.0, FAULT_SECONDS - self._cluster.loop.time())))
         await asyncio.wait({pause, asyncio.ensure_future(_all(tasks))}, return_when=asyncio.FIRST_COMPLETED)
         pause.cancel()
-        self._cluster.faults.stop()
-        self._cluster.copy.probability = 0.0
+        self._cluster.calm_down()
         await _all(tasks)
-        is_calm = self._cluster.faults.num_injected + self._num_disasters == 0
         for client, task in zip(self._clients, self._tasks, strict=True):
             if task in tasks:
-                client.check(calm=is_calm)
+                client.check(calm=self._is_calm)
                 if not task.cancelled() and (error := task.exception()) is not None:
                     self._cluster.failures.append(f"{client.name}: {error!r}")
 
@@ -234,6 +247,7 @@ class _Run:
         counts["disasters"] += self._num_disasters
         counts["run_ahead"] += self._scenario.config.node.run_ahead
         counts["damaged"] += cluster.copy.num_damaged
+        counts["damaged_by_store"] += cluster.store.num_damaged
         for client in self._clients:
             counts["requests"] += 1
             counts[client.ending or "lost"] += 1

@@ -1,6 +1,6 @@
 """A Redis server in the place of a real one. The connector, its breakers and its queue are the real ones.
 
-Invariant: a value is what was stored under its key, or gone.
+Invariant: a value is what was stored under its key, or gone. What is read of it may have lost a bit.
 """
 
 import asyncio
@@ -30,10 +30,13 @@ class StoreState(Enum):
 
 
 class Store:
-    """The server. `delay` returns the seconds of a round trip."""
+    """The server. `delay` returns the seconds of a round trip, `damage` is the probability that a value that is read
+    has lost a bit; `num_damaged` counts these."""
 
-    def __init__(self, random: Random, delay: Callable[[], float]) -> None:
+    def __init__(self, random: Random, delay: Callable[[], float], *, damage: float) -> None:
         self.state = StoreState.UP
+        self.damage = damage
+        self.num_damaged = 0
         self.values: dict[str, bytes] = {}
         self._expires: dict[str, float] = {}
         self._random = random
@@ -62,6 +65,13 @@ class Store:
         if self._expires.get(key, 0.0) <= asyncio.get_running_loop().time():
             self.values.pop(key, None)
         return self.values.get(key)
+
+    def read(self, key: str, first: int, last: int) -> bytes:
+        value = bytearray((self.get(key) or b"")[first : last + 1])
+        if value and self._random.random() < self.damage:
+            self.num_damaged += 1
+            value[self._random.randrange(len(value))] ^= 1 << self._random.randrange(8)
+        return bytes(value)
 
     def expire(self, key: str, seconds: int) -> int | Exception:
         if self.state is StoreState.FULL:
@@ -106,7 +116,7 @@ class _Pipeline:
         """Ends nothing."""
 
     def getrange(self, key: str, first: int, last: int) -> None:
-        self._commands.append(lambda: (self._store.get(key) or b"")[first : last + 1])
+        self._commands.append(lambda: self._store.read(key, first, last))
 
     def expire(self, key: str, seconds: int) -> None:
         self._commands.append(lambda: self._store.expire(key, seconds))

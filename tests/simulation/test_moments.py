@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from kvrelay.core.generation.sampling_params import SamplingParams
+from router.relay.prefill_client import PrefillClient
 from router.request import RoutedRequest
 from tests.simulation.client import LONG_TIMEOUT, Behaviour, Plan
 from tests.simulation.cluster import ClusterConfig
@@ -86,6 +87,25 @@ def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
     assert not outcome.failures
     assert outcome.counts["complete"] == 1
     assert outcome.counts["migrations"] > config.max_attempts
+
+
+def test_a_request_that_has_lost_more_nodes_than_it_has_attempts_is_given_up() -> None:
+    """Though another process is live by then where it has lost the first."""
+    config = replace(_CONFIG, num_prefill_nodes=0, max_attempts=1, node_wait=30.0, longest_step=10.0)
+    strikes = tuple(Strike(1.0 + number, Disaster.KILL, f"decode-{number}", seconds=0.1) for number in range(2))
+    outcome = run_scenario(Scenario(config, (_PLAN,), strikes), NthFault(0), Random(0))
+    assert not outcome.failures
+    assert outcome.counts["GivenUpError"] == 1, outcome.counts
+
+
+def test_a_lease_is_renewed_for_as_long_as_its_prompt_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def renews_nothing(client: PrefillClient, lease_ids: list[str], *, timeout: float) -> None:
+        """Lets every lease expire."""
+
+    scenario = Scenario(replace(_CONFIG, lease_ttls=(0.3,), longest_step=2.0), (_PLAN,))
+    assert not run_scenario(scenario, NthFault(0), Random(0)).failures
+    monkeypatch.setattr(PrefillClient, "_renew", renews_nothing)
+    assert run_scenario(scenario, NthFault(0), Random(0)).failures == ["1 leases have expired at prefill-0"]
 
 
 def test_a_client_that_disappears_at_any_moment_leaves_nothing() -> None:

@@ -1,5 +1,6 @@
 """Seeds run without a failure, a seed always gives the same run, and faults planted on purpose are found."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,25 +11,35 @@ from typing import Any
 
 import pytest
 
-from kv_connector.pool import Rows, copy_payload
+from kv_connector.base import FetchOutcome
+from kv_connector.header import HEADER_BYTES
+from kv_connector.pool import LocalPool, Rows, copy_payload
+from kv_connector.store import redis_store
 from kv_connector.tiered import TieredConnector
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.errors import UnavailableError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.core.kv.block_hash import BlockHash, block_hashes
+from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.kv.source_breakers import SourceBreakers
 from kvrelay.core.rpc.wire import sampling_from_wire
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.loop_calls import LoopCalls
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.node import engine_request
+from kvrelay.node.node import Node
 from kvrelay.node.receiver import Receiver
 from prefill_node.leases import LeaseTable
 from router.relay.attempt import Attempt
 from router.relay.charge import Charge
 from router.relay.decode_client import DecodeSession
+from router.relay.placer import Placer
 from router.relay.prefill_client import PrefillClient
+from router.relay.relay import ClusterRelay
+from router.relay.resolved_placement import ResolvedPlacement
 from router.relay.supervisor import RequestSupervisor
+from router.request import NodeRequest
 from tests.kv_connector.faulty import DamagingCopy
 from tests.simulation.seeds import run_seed
 
@@ -51,7 +62,8 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
     assert counts["runs"] == NUM_SEEDS
     assert counts["complete"] > counts["requests"] / 2
     happened = (
-        *("migrations", "damaged", "faults", "left", "refused", "overloaded", "KVRelayError"),
+        *("migrations", "damaged", "damaged_by_store", "faults", "left", "refused", "overloaded"),
+        *("KVRelayError", "UnavailableError", "DeadlineError", "CancelledByPeerError"),
         *("kill", "drain", "pause", "partition", "cut", "link", "pause_router", "kill_router"),
         *("store_down", "store_hangs", "store_full", "store_evicts"),
     )
@@ -60,9 +72,9 @@ def test_seeds_run_clean_and_are_not_empty() -> None:
 
 
 def test_a_seed_replays_event_by_event() -> None:
-    """The run is the same alone and after another one."""
-    alone = _simulate("--seed", "30", "--trace").splitlines()[:-1]  # the last line is the verdict
-    behind = _simulate("--seeds", "29:31", "--trace").splitlines()[:-1]  # here it has the seconds it took
+    """The run is the same alone and after another one, also with clients that are left of a killed router."""
+    alone = _simulate("--seed", "19", "--trace").splitlines()[:-1]  # the last line is the verdict
+    behind = _simulate("--seeds", "18:20", "--trace").splitlines()[:-1]  # here it has the seconds it took
     assert len(alone) > 100
     assert behind[-len(alone) :] == alone
     assert len(behind) > len(alone)
@@ -87,8 +99,23 @@ def _trusts_what_arrives(copy: DamagingCopy, destination: Rows, source: Rows) ->
     return digest
 
 
+def _trusts_the_store(pool: LocalPool, block: NamedBlock, value: bytes) -> FetchOutcome:
+    if not value:
+        return FetchOutcome.MISSING
+    pool.rows[block.block_id][:] = memoryview(value)[HEADER_BYTES:]
+    return FetchOutcome.FETCHED
+
+
 def _forgets_to_release(client: PrefillClient, lease_id: str) -> None:
     """Keeps renewing the lease."""
+
+
+async def _does_not_send_the_release(client: PrefillClient, lease_id: str) -> None:
+    """Lets the lease expire."""
+
+
+def _does_not_hear_the_release(leases: LeaseTable, lease_ids: Sequence[str]) -> None:
+    """Lets the leases expire."""
 
 
 def _keeps_blocks_pinned(receiver: Receiver) -> None:
@@ -133,6 +160,29 @@ def _hears_of_no_node(supervisor: RequestSupervisor) -> None:
     """Lets requests wait on although a node is live."""
 
 
+def _refuses_while_a_node_is_away(placer: Placer, node_request: NodeRequest, **options: Any) -> ResolvedPlacement:
+    if not node_request.is_replay and any(node.complaint for node in placer._registry.nodes):
+        raise UnavailableError("no decode node can serve now: one is away")
+    return _place(placer, node_request, **options)
+
+
+def _has_no_deadline(supervisor: RequestSupervisor) -> None:
+    """Lets a request go on when its time is over."""
+
+
+def _goes_on(relay: ClusterRelay, request_id: str, *index: int) -> None:
+    """Lets a request that was aborted, or an output that is enough, go on."""
+
+
+def _takes_any_number(relay: ClusterRelay, num_admitting: int = 0, num_wanted: int = 1) -> None:
+    """Lets more requests run than may."""
+
+
+async def _drains_for_ever(node: Node) -> None:
+    node.draining = True
+    await asyncio.Event().wait()
+
+
 def _offers_for_ever(connector: TieredConnector[Any], block_ids: Sequence[int]) -> None:
     """Leaves headers of blocks that lose their content."""
 
@@ -147,10 +197,12 @@ def _forgets_what_waited(calls: LoopCalls) -> None:
 
 
 _deliver = Engine.deliver
+_place = Placer.place
 _remember = RequestSupervisor._remember
 
 PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (DamagingCopy, "__call__", _trusts_what_arrives, "WrongKVError"),
+    (redis_store, "_accept", _trusts_the_store, "WrongKVError"),
     (LoopCalls, "_interval_over", _forgets_what_waited, "output 0 is"),
     (Engine, "deliver", _names_too_early, "WrongKVError"),
     (EngineSequence, "block_hashes", _names_other_tokens_alike, "output 0 is"),
@@ -158,6 +210,14 @@ PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (RequestSupervisor, "on_decode_node_live", _hears_of_no_node, "no decode node came"),
     (SourceBreakers, "abandoned", _never_ends_a_trial, "trials of links"),
     (PrefillClient, "release", _forgets_to_release, "leases"),
+    (PrefillClient, "_release", _does_not_send_the_release, "leases have expired"),
+    (LeaseTable, "release", _does_not_hear_the_release, "leases have expired"),
+    (Placer, "place", _refuses_while_a_node_is_away, "no decode node can serve now: one is away"),
+    (RequestSupervisor, "_on_deadline", _has_no_deadline, "after the request had to be over"),
+    (ClusterRelay, "abort", _goes_on, "after the request had to be over"),
+    (ClusterRelay, "finish", _goes_on, "after the request had to be over"),
+    (ClusterRelay, "check_capacity", _takes_any_number, "requests run at its router"),
+    (Node, "drain", _drains_for_ever, "does not end its drain"),
     (LeaseTable, "sweep", _never_expires, "leases left"),
     (Receiver, "discard", _keeps_blocks_pinned, "are still held"),
     (DecodeSession, "close", _does_not_abort, "requests left"),
