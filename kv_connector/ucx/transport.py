@@ -175,7 +175,7 @@ class Transport:
 def _keep_to_loopback(port: int) -> None:
     """Has the socket that listens at `port` take connections over the loopback interface only: UCX trusts whatever
     reaches it, and ucxx has it listen on every address."""
-    for descriptor in Path("/proc/self/fd").iterdir():
+    for descriptor in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
         with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as found:
             listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if listens and found.family == socket.AF_INET and found.getsockname()[1] == port:

@@ -66,6 +66,12 @@ class Oracle:
     def tokens(self, prompt: str | list[int], max_tokens: int) -> list[int]:
         return self._reference.generate(self.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
 
+    def choices(self, prompt: list[int], output: list[int]) -> list[int]:
+        """Returns its greedy token after the prompt and each beginning of `output`, which are `output` if that is
+        greedy. It takes one step for all of them, and not one for each."""
+        choices: list[int] = self._reference.logits(prompt + output)[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        return choices
+
     def text(self, prompt: str | list[int], max_tokens: int) -> str:
         text: str = self.tokenizer.decode(self.tokens(prompt, max_tokens), skip_special_tokens=True)
         return text

@@ -9,9 +9,14 @@ from tests.kv_connector.ucx.owner import NUM_BLOCKS
 
 
 def ucx_node(
-    node_id: str, *, num_blocks: int = NUM_BLOCKS, layout: KVLayout = LAYOUT, secret: str = CLUSTER_SECRET
+    node_id: str,
+    *,
+    num_blocks: int = NUM_BLOCKS,
+    layout: KVLayout = LAYOUT,
+    secret: str = CLUSTER_SECRET,
+    net_devices: str = "",
 ) -> Node:
-    return Node(UcxConnector(UcxSettings(secret)), node_id, num_blocks, layout, EPOCH)
+    return Node(UcxConnector(UcxSettings(secret, net_devices=net_devices)), node_id, num_blocks, layout, EPOCH)
 
 
 def peers_of(reader: Node) -> list[Peer]:

@@ -13,16 +13,17 @@ from kv_connector.settings import LOOPBACK_DEVICE, UcxSettings
 from kv_connector.ucx.connector import UcxConnector
 from kv_connector.ucx.transport import Link
 from kvrelay.core.errors import ConfigurationError
-from tests.kv_connector.backends import CLUSTER_SECRET, EPOCH, LAYOUT, Node, blocks, write_and_publish
+from tests.kv_connector.backends import CLUSTER_SECRET, Node, blocks, write_and_publish
 from tests.kv_connector.open_files import open_files
 from tests.kv_connector.ucx.peers import ucx_node
 from tests.kv_connector.ucx.stubborn_request import StubbornRequest
 
 
-async def test_closing_leaves_no_task_and_no_socket() -> None:
+@pytest.mark.parametrize("net_devices", ["", LOOPBACK_DEVICE])
+async def test_closing_leaves_no_task_and_no_socket(net_devices: str) -> None:
     before = open_files()
     for _ in range(3):
-        owner, reader = ucx_node("owner"), ucx_node("reader")
+        owner, reader = (ucx_node(name, net_devices=net_devices) for name in ("owner", "reader"))
         await write_and_publish(owner, blocks(4))
         assert set(await reader.connector.fetch(owner.source, blocks(4), timeout=10)) == {FetchOutcome.FETCHED}
         for each in (reader, owner, reader, owner):
@@ -34,7 +35,7 @@ async def test_closing_leaves_no_task_and_no_socket() -> None:
 async def test_a_node_on_loopback_is_reached_over_no_other_interface() -> None:
     """ucxx listens on every address."""
     before = listeners()
-    node = Node(UcxConnector(UcxSettings(CLUSTER_SECRET, net_devices=LOOPBACK_DEVICE)), "local", 1, LAYOUT, EPOCH)
+    node = ucx_node("local", net_devices=LOOPBACK_DEVICE)
     opened = listeners() - before
     assert int(node.source.endpoint.rpartition(":")[2]) in {port for port, _, _ in opened}
     assert all(address == "127.0.0.1" or device == LOOPBACK_DEVICE for _, address, device in opened)
@@ -44,7 +45,7 @@ async def test_a_node_on_loopback_is_reached_over_no_other_interface() -> None:
 def listeners() -> set[tuple[int, str, str]]:
     """Returns port, address and network interface of each socket on which this process listens for IPv4."""
     found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
+    for descriptor in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
         with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as each:
             if each.family == socket.AF_INET and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 address, port = each.getsockname()
