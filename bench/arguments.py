@@ -38,10 +38,11 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, default=available_cores(), help=text)
 
 
-def drop_settings() -> None:
-    """Removes kvrelay's settings from the environment, with a note for each: what a benchmark starts, and the loads
-    that it makes, would have them, and not be what it says that they are."""
-    for variable in sorted(variable for variable in os.environ if variable.startswith(ENV_PREFIX)):
+def drop_settings(*others: str) -> None:
+    """Removes kvrelay's settings, and variables that begin with one of `others`, from the environment, with a note for
+    each: what a benchmark starts, and the loads that it makes, would have them, and not be what it says that they
+    are."""
+    for variable in sorted(variable for variable in os.environ if variable.startswith((ENV_PREFIX, *others))):
         print(f"note: the variable {variable} is not a setting of benchmarks; ignored", file=sys.stderr)
         del os.environ[variable]
 

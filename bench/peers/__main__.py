@@ -134,6 +134,8 @@ class PeersSettings(ProcessSettings):
         unknown = [workload for workload in self.workloads if workload not in known]
         if unknown:
             raise ValueError(f"--workloads: no {unknown[0]!r} for {self.peer}; there are {', '.join(known)}")
+        if len(set(self.workloads)) < len(self.workloads):
+            raise ValueError("--workloads: each only once; the second time its prompts would be cached")
         if self.together and self.peer in (*IN_PROCESS, "vllm-cpu-nixl"):
             raise ValueError(f"--together: {self.peer} has no server that rests between requests")
         for name in ("topology", "serve_arguments", "peer_arguments"):
@@ -147,7 +149,7 @@ class PeersSettings(ProcessSettings):
 
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(PeersSettings, argv, prog="python -m bench.peers")
-    drop_settings()
+    drop_settings("VLLM_", "LLAMA_ARG_")
     exit_on_signals()
     try:
         check_cores(available_cores(), len(os.sched_getaffinity(0)))

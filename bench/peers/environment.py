@@ -38,7 +38,15 @@ class Environment:
             run([sys.executable, "-m", "venv", str(self.directory / "venv")], self.log)
         limits = self.directory / "constraints.txt"
         limits.write_text("\n".join(constraints) + "\n")
-        self.pip("install", "--constraint", str(limits), *requirements)
+        try:
+            self.pip("install", "--constraint", str(limits), *requirements)
+        except PeerError as error:
+            if any("+cpu" in requirement for requirement in requirements):
+                raise PeerError(
+                    f"{error}\nIf torch is what was not found: set PIP_EXTRA_INDEX_URL to the package index of builds "
+                    "without CUDA, which pytorch.org names"
+                ) from error
+            raise
 
     def pip(self, *arguments: str) -> None:
         run([str(self.bin / "python"), "-m", "pip", *arguments], self.log)

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from bench.disturbances import Disturbances
 from bench.load_prompts import prompts_of
-from bench.peers.base import PeerError, Server, Setup
+from bench.peers.base import Server, Setup
 from bench.peers.compare import Findings, Measurement, order_of_round
-from bench.peers.processes import PeakMemory, tail
+from bench.peers.processes import PeakMemory, output_of
 from bench.peers.work import Work
 from bench.peers.workloads import CONCURRENCY, ComparedFigure, scaled, settings_of
 
@@ -149,13 +149,6 @@ def run_job(command: Sequence[str], log: Path) -> Mapping[str, Sequence[float]]:
     `single_tokens` (one per prompt), `batch_seconds` (one, or none without a batch), `batch_tokens` (one per prompt).
     Tokens are those that were made. Raises PeerError."""
     with log.open("w") as output:
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=output, timeout=WORKER_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise PeerError(
-                f"`{command[0]}` is not done after {WORKER_SECONDS:g} s (log: {log}):\n{tail(log)}"
-            ) from None
-    if done.returncode != 0:
-        raise PeerError(f"`{' '.join(command)}` ended with status {done.returncode} (log: {log}):\n{tail(log)}")
-    found: Mapping[str, Sequence[float]] = json.loads(done.stdout.splitlines()[-1])
+        printed = output_of(command, log, stdout=subprocess.PIPE, stderr=output, seconds=WORKER_SECONDS)
+    found: Mapping[str, Sequence[float]] = json.loads(printed.splitlines()[-1])
     return found

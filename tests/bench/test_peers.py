@@ -1,14 +1,8 @@
 """bench/peers without a peer: prompts that count the same in both forms, ratios, our worker, and what is refused."""
 
-import asyncio
-import itertools
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,15 +11,15 @@ from tokenizers import Tokenizer
 
 from bench import random_model
 from bench.peers import __main__ as peers
-from bench.peers import processes, vllm_nixl
+from bench.peers import llama_cpp, vllm_nixl
 from bench.peers.__main__ import IN_PROCESS, SERVERS, PeersSettings, kvrelay_of, render, server_of
 from bench.peers.base import Peer, PeerError, Server
 from bench.peers.compare import Measurement, ratios
 from bench.peers.environment import Environment
 from bench.peers.in_process import InProcessPeer
 from bench.peers.llama_cpp import SOURCE_PACKAGE, LlamaCpp
-from bench.peers.processes import await_rest, run, started
-from bench.peers.vllm_cpu import VllmCpu
+from bench.peers.processes import run
+from bench.peers.vllm_cpu import VllmCpu, vllm_variables
 from bench.peers.vllm_nixl import FEW_CORES, VllmNixl
 from bench.peers.worker_kvrelay import figures_of_job
 from bench.peers.workloads import ComparedFigure, settings_of, vocabulary_settings
@@ -34,7 +28,6 @@ from kvrelay.bench.plan import plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
 from kvrelay.bench.settings import ServeBenchSettings
 from kvrelay.engine import pool_size
-from tests.bench.servers import answering
 
 
 def test_a_prompt_of_text_has_as_many_tokens_as_one_of_ids(tmp_path: Path) -> None:
@@ -67,10 +60,12 @@ def test_settings_of_the_shell_change_no_workload(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("KVRELAY_STREAMS", "2")
     monkeypatch.setenv("KVRELAY_ENDPOINT", "chat")
     monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "4")  # our cluster would have it, and the peer would not
+    monkeypatch.setenv("VLLM_PLUGINS", "none")  # the peer would have it
+    monkeypatch.setenv("LLAMA_ARG_CACHE_TYPE_K", "q4_0")
     monkeypatch.setattr(peers, "_comparison", Mock(side_effect=PeerError("not installed here")))
     monkeypatch.setattr(peers, "exit_on_signals", lambda: None)
     assert peers.main(["--rounds", "1"]) == 1
-    assert not any(name.startswith("KVRELAY_") for name in os.environ)
+    assert not any(name.startswith(("KVRELAY_", "VLLM_", "LLAMA_ARG_")) for name in os.environ)
     server = Server("http://127.0.0.1:1", "m", 0.0)
     settings = settings_of("D", server, {"vocab_size": 4096}, seed=0, scale=1.0)
     assert isinstance(settings, ServeBenchSettings) and settings.streams == 8
@@ -209,16 +204,29 @@ def test_a_peer_has_the_cores_that_we_have() -> None:
         os.sched_setaffinity(0, cpus)
 
 
-async def test_a_server_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    monkeypatch.setattr(urllib.request, "_opener", None)  # it may have been made without the proxy
-    async with answering() as url:
-        assert await asyncio.to_thread(processes._answers, f"{url}/v1/models")
+def test_each_tuned_server_of_two_has_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, threads in ((1, 1), (2, 1), (16, 8)):
+        monkeypatch.setattr(vllm_nixl, "available_cores", lambda cores=cores: cores)
+        assert f"OMP_NUM_THREADS={threads}" in VllmNixl("tuned", is_tuned=True).setup.options
+
+
+@pytest.mark.parametrize("folder", ["a b", "a:b"])
+def test_a_folder_from_which_no_library_can_be_preloaded_is_refused(tmp_path: Path, folder: str) -> None:
+    library = tmp_path / folder / "venv" / "lib" / "libiomp5.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    with pytest.raises(PeerError, match="choose a --directory without spaces and colons"):
+        vllm_variables(tmp_path / folder)
+
+
+def test_where_torch_without_cuda_is_not_found_the_error_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="set PIP_EXTRA_INDEX_URL to the package index of builds without CUDA"):
+        Environment(tmp_path).install(["--no-index", "torch==2.13.0+cpu"])
 
 
 def test_other_sources_of_llama_cpp_are_another_installation(tmp_path: Path) -> None:
     peer = LlamaCpp()
-    server = tmp_path / "build" / "bin" / "llama-server"
+    server = llama_cpp._server(tmp_path)
     server.parent.mkdir(parents=True)
     server.touch()
     environment = Environment(tmp_path)
@@ -251,80 +259,6 @@ def test_a_result_can_name_what_it_compares_with(peer: Peer | InProcessPeer) -> 
     setup = peer.setup
     assert all("==" in requirement for requirement in setup.requirements if requirement not in ("requests", "psutil"))
     assert setup.options and all(isinstance(option, str) for option in setup.options)
-
-
-def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with pytest.raises(PeerError, match=r"was ended after 0\.2 s"):
-        run([sys.executable, "-c", "import time; time.sleep(60)"], log, seconds=0.2)
-    with pytest.raises(PeerError, match="there is no program no-such-program"):
-        run(["no-such-program"], log)
-
-
-def test_servers_of_a_peer_share_our_session_and_end_with_what_they_started(tmp_path: Path) -> None:
-    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
-    log = tmp_path / "log"
-    with started([sys.executable, "-c", script], log) as child:
-        deadline = time.monotonic() + 30
-        while not log.read_text().endswith("\n"):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        grandchild = int(log.read_text())
-        assert os.getsid(child.process.pid) == os.getsid(grandchild) == os.getsid(0)
-        assert os.getpgid(grandchild) == child.process.pid != os.getpgid(0)
-    deadline = time.monotonic() + 10
-    while _runs(grandchild):  # SIGKILL was sent; it takes effect when the process is scheduled
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_a_server_is_killed_when_ctrl_c_comes_again_while_it_ends(tmp_path: Path) -> None:
-    script = "import signal, time; signal.signal(signal.SIGINT, lambda *_: print(flush=True)); print(flush=True)\n"
-    script += "while True: time.sleep(60)"
-    log = tmp_path / "log"
-
-    def await_lines(count: int) -> None:
-        deadline = time.monotonic() + 30
-        while len(log.read_text().splitlines()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def press_again() -> None:
-        await_lines(2)  # the server was told to end
-        os.kill(os.getpid(), signal.SIGINT)
-
-    again = threading.Thread(target=press_again)
-    with pytest.raises(KeyboardInterrupt), started([sys.executable, "-c", script], log) as child:
-        await_lines(1)
-        again.start()
-    again.join()
-    child.process.wait(10)
-    assert child.process.returncode == -signal.SIGKILL
-
-
-def test_a_turn_begins_when_servers_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "log"
-    script = "import time\nwhile time.process_time() < 0.5: pass\nprint('rests', flush=True); time.sleep(60)"
-    with started([sys.executable, "-c", script], log):
-        while log.read_text() != "rests\n":
-            time.sleep(0.01)
-        assert processes._processor_seconds() > 0.4
-        await_rest(60.0)
-    used = iter([0.0, 1.0, 2.0, 2.0])  # as of a server that rests after a while
-    monkeypatch.setattr(processes, "_REST_SECONDS", 0.001)
-    monkeypatch.setattr(processes, "_processor_seconds", lambda: next(used))
-    await_rest(60.0)
-    assert list(used) == []
-    monkeypatch.setattr(processes, "_processor_seconds", itertools.count().__next__)
-    with pytest.raises(PeerError, match="--together"):
-        await_rest(0.0)
-
-
-def _runs(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_vllm_finds_the_plugin_for_few_cores(tmp_path: Path) -> None:
