@@ -16,6 +16,7 @@ class Server:
     model: str
     ready_seconds: float
     takes_ignore_eos: bool = True
+    keeps_connections: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class LlamaCpp:
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
         command += [*_SERVER_OPTIONS, *_threads(), *self.arguments]
         with serving(command, directory / f"{self.name}.log", f"{url}/health") as seconds:
-            yield Server(url, model.name, seconds)
+            # Over kept connections, some requests found theirs closed.
+            yield Server(url, model.name, seconds, keeps_connections=False)
 
 
 def _threads() -> tuple[str, ...]:

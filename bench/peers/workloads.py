@@ -47,6 +47,7 @@ def settings_of(
         "url": server.url,
         "model": server.model,
         "ignore_eos": server.takes_ignore_eos,
+        "keep_alive": server.keeps_connections,
         # A and B have segments of the same names: with one seed, B's first prompts would be in the cache after A.
         "seed": seed * len(WORKLOADS) + WORKLOADS.index(workload),
         "progress": "off",
