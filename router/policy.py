@@ -27,6 +27,11 @@ class RequestFacts:
         logits."""
         return max(1, self.num_prompt_tokens - num_held_blocks * self.block_size)
 
+    def num_new_blocks(self, num_held_blocks: int) -> int:
+        """Returns how many blocks a node takes that holds so many leading ones: one for each output besides."""
+        absent = max(0, self.num_prompt_tokens - num_held_blocks * self.block_size)
+        return -(-absent // self.block_size) + self.num_outputs
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
@@ -43,8 +48,8 @@ class PrefillCandidate:
 @dataclass(frozen=True, slots=True)
 class DecodeCandidate:
     """A decode node that may be chosen, described as a `PrefillCandidate` is. In addition, `num_sequences` sequences
-    run or wait there, of which `num_decoding` have only their newest token to compute; `num_free_blocks` blocks are
-    free or evictable."""
+    run or wait there, of which `num_decoding` have only their newest token to compute and `max_num_seqs` may run;
+    `num_free_blocks` blocks are free or evictable."""
 
     node_id: str
     num_held_blocks: int
@@ -52,6 +57,7 @@ class DecodeCandidate:
     num_sequences: int
     num_free_blocks: int
     num_decoding: int
+    max_num_seqs: int
     core_table: str = ""
 
 
@@ -138,7 +144,7 @@ class RoundRobin:
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = candidates.decode[facts.number % len(candidates.decode)]
         if not (usable := candidates.prefill_for(decode)):
-            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
+            return _alone(facts, decode, candidates)
         prefill = usable[facts.number % len(usable)]
         return _disaggregated(facts, prefill, decode, candidates)
 
@@ -155,7 +161,7 @@ class LeastLoaded:
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = min(candidates.decode, key=lambda node: (node.num_sequences, -node.num_free_blocks))
         if not (usable := candidates.prefill_for(decode)):
-            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
+            return _alone(facts, decode, candidates)
         prefill = min(usable, key=lambda node: node.num_queued_tokens)
         return _disaggregated(facts, prefill, decode, candidates)
 
@@ -167,9 +173,12 @@ class LeastLoaded:
 
 # What things cost, in units of computing one prompt token.
 _MOVED_TOKEN = 0.1  # fetch one token's KV from another node
-_SEQUENCE = 16.0  # one more output in a decode node's running batch
+# One more output in a decode node's running batch: each of its steps takes about one prompt token's time longer, and 64
+# is an output's length. What one request fetches, later ones find: a costly prefix must not hold all of them together.
+_SEQUENCE = 64.0
+_WAITING_SEQUENCE = 8 * _SEQUENCE  # one output that begins only when another one has ended
 _TOKEN_BESIDE_DECODES = 0.75  # compute one prompt token in the slack of steps that decode on all cores
-_MISSING_TOKEN = 8.0  # one token without a free slot at the decode node: the request waits or preempts
+_LACKING_TOKEN = 8.0  # one token without a free slot at the decode node: the request waits or preempts
 
 
 class PrefixAware:
@@ -180,31 +189,35 @@ class PrefixAware:
 
         prefill node = (prompt - max(h, H)) + MOVED_TOKEN * max(0, H - h) + queued tokens
         decode node  = MOVED_TOKEN * (prompt - h) + queued tokens + SEQUENCE * (its sequences + n)
-                       + MISSING_TOKEN * max(0, prompt - h + n * block_size - free tokens)
+                       + WAITING_SEQUENCE * max(0, its sequences + n - max_num_seqs)
+                       + LACKING_TOKEN * max(0, prompt - h + n * block_size - free tokens)
 
     Each choice takes its own minimum, that of the prefill node among those whose KV gets to the decode node. Among
     equally cheap nodes the one that holds more wins, and equal ones take turns.
 
-    The decode node prefills by itself (conditional disaggregation) in four cases:
+    The decode node prefills by itself (conditional disaggregation) in five cases. It then fetches what others hold,
+    but in the second. "Missing" are the tokens that neither it nor anyone whose KV gets to it holds:
 
-    - No prefill node is live, or none whose KV gets to the decode node. The decode node fetches what others hold of the
-      prompt and computes the rest.
-    - It misses at most `local_prefill_max_tokens` tokens: moving them would cost a round trip and save one small chunk.
+    - No prefill node is live, or none whose KV gets to the decode node.
+    - It holds all but `local_prefill_max_tokens` tokens: moving these would cost a round trip and save one small chunk.
+    - So few are missing, and the prefill node would have to fetch as much of the prompt first.
     - The prefill node's queue takes longer than the delay that a prefill causes beside decodes, which is the prefill's
       own length once for each sequence that decodes there:
 
-        (tokens it misses) * (1 + sequences that decode there) + its queued tokens  <  cost of the prefill node
+        missing tokens * (1 + sequences that decode there) + MOVED_TOKEN * (tokens to fetch) + its queued tokens
+            <  cost of the prefill node
 
       So an idle decode node helps with a burst, and a busy one is left alone.
     - It decodes on cores that the prefill node has lent it. A prompt would take them back, while steps that decode wait
       for memory and could compute some of its tokens in that time. So these cost less at the decode node, but twice as
       much if other prompts have the prefill node's cores already:
 
-        TOKEN_BESIDE_DECODES * (tokens it misses + its queued tokens) * (1 or 2)  <=  cost of the prefill node
+        TOKEN_BESIDE_DECODES * (missing tokens + its queued tokens) * (1 or 2) + MOVED_TOKEN * (tokens to fetch)
+            <=  cost of the prefill node
 
       The prompt then yields to decodes: it gets only as many tokens of a step as hardly delay them.
 
-    `local_prefill_max_tokens` 0 switches the last three cases off. (Cf. DistServe, OSDI 2024, on interference;
+    `local_prefill_max_tokens` 0 switches all but the first case off. (Cf. DistServe, OSDI 2024, on interference;
     Sarathi-Serve, OSDI 2024, on prompts in the slack of decodes; Mooncake, FAST 2025, on cache-aware prefill
     scheduling.)
     """
@@ -215,29 +228,40 @@ class PrefixAware:
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
         decode = _cheapest(facts, candidates.decode, [self._decode_cost(facts, node) for node in candidates.decode])
         if not (usable := candidates.prefill_for(decode)):
-            return _local(facts, decode, PlacementReason.NO_PREFILL_NODE, candidates)
+            return _alone(facts, decode, candidates)
         most_held = max(node.num_held_blocks for node in candidates.all)
         costs = [self._prefill_cost(facts, node, most_held) for node in usable]
         prefill = _cheapest(facts, usable, costs)
-        reason = self._why_local(facts, decode, prefill, min(costs))
+        limit = self._local_prefill_max_tokens
+        if limit and facts.uncached_tokens(decode.num_held_blocks) <= limit:
+            return Placement(None, decode.node_id, PlacementReason.SHORT_SUFFIX)
+        sources = _sources(facts, decode, candidates)
+        reason = self._why_local(facts, decode, prefill, sources, min(costs)) if limit else None
         if reason is not None:
-            return _local(facts, decode, reason, candidates)
+            return Placement(None, decode.node_id, reason, decode_sources=sources)
         return _disaggregated(facts, prefill, decode, candidates)
 
     def _why_local(
-        self, facts: RequestFacts, decode: DecodeCandidate, prefill: PrefillCandidate, cost: float
+        self,
+        facts: RequestFacts,
+        decode: DecodeCandidate,
+        prefill: PrefillCandidate,
+        sources: Sequence[SourceHint],
+        cost: float,
     ) -> PlacementReason | None:
-        """Returns why `decode` prefills, None if `prefill` does, at which it has this cost."""
-        limit, uncached = self._local_prefill_max_tokens, facts.uncached_tokens(decode.num_held_blocks)
-        if limit == 0:
-            return None
-        if uncached <= limit:
+        """Returns why `decode` prefills with what it fetches from `sources`, None if `prefill` does, at which it has
+        this cost."""
+        held = sources[0].num_blocks if sources else decode.num_held_blocks
+        missing = facts.uncached_tokens(held)
+        if missing <= self._local_prefill_max_tokens and prefill.num_held_blocks <= decode.num_held_blocks:
             return PlacementReason.SHORT_SUFFIX
-        local_cost = uncached + decode.num_queued_tokens
+        moved_cost = _MOVED_TOKEN * (held - decode.num_held_blocks) * facts.block_size
+        computed = missing + decode.num_queued_tokens
         on_lent_cores = decode.num_decoding > 0 and decode.core_table == prefill.core_table != ""
-        if on_lent_cores and _TOKEN_BESIDE_DECODES * local_cost * (2 if prefill.num_queued_tokens else 1) <= cost:
+        factor = _TOKEN_BESIDE_DECODES * (2 if prefill.num_queued_tokens else 1)
+        if on_lent_cores and factor * computed + moved_cost <= cost:
             return PlacementReason.SHARED_CORES
-        if local_cost + uncached * decode.num_decoding < cost:
+        if computed + missing * decode.num_decoding + moved_cost < cost:
             return PlacementReason.PREFILL_BUSY
         return None
 
@@ -256,13 +280,14 @@ class PrefixAware:
 
     def _decode_cost(self, facts: RequestFacts, node: DecodeCandidate) -> float:
         absent = max(0, facts.num_prompt_tokens - node.num_held_blocks * facts.block_size)
-        room = node.num_free_blocks * facts.block_size
-        missing = max(0, absent + facts.num_outputs * facts.block_size - room)
+        lacking = max(0, facts.num_new_blocks(node.num_held_blocks) - node.num_free_blocks)
+        num_sequences = node.num_sequences + facts.num_outputs
         return (
             _MOVED_TOKEN * absent
             + node.num_queued_tokens
-            + _SEQUENCE * (node.num_sequences + facts.num_outputs)
-            + _MISSING_TOKEN * missing
+            + _SEQUENCE * num_sequences
+            + _WAITING_SEQUENCE * max(0, num_sequences - node.max_num_seqs)
+            + _LACKING_TOKEN * lacking * facts.block_size
         )
 
 
@@ -284,9 +309,9 @@ def _cheapest(facts: RequestFacts, nodes: Sequence[_NodeT], costs: Sequence[floa
     return nodes[best]
 
 
-def _local(facts: RequestFacts, decode: DecodeCandidate, reason: PlacementReason, candidates: Candidates) -> Placement:
-    sources = () if reason is PlacementReason.SHORT_SUFFIX else _sources(facts, decode, candidates)
-    return Placement(None, decode.node_id, reason, decode_sources=sources)
+def _alone(facts: RequestFacts, decode: DecodeCandidate, candidates: Candidates) -> Placement:
+    sources = _sources(facts, decode, candidates)
+    return Placement(None, decode.node_id, PlacementReason.NO_PREFILL_NODE, decode_sources=sources)
 
 
 def _disaggregated(

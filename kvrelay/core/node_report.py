@@ -53,7 +53,7 @@ class NodeLoad:
     num_requests_running: int = 0
     num_requests_decoding: int = 0  # of the running ones, those that have only their newest token to compute
     num_requests_waiting: int = 0
-    num_queued_tokens: int = 0  # prompt tokens, admitted but not computed yet
+    num_queued_tokens: int = 0  # prompt tokens to compute; of requests that wait all, also those that are cached
     num_free_blocks: int = 0  # free or evictable
     num_blocks: int = 0
     num_preemptions: int = 0

@@ -370,10 +370,9 @@ class Engine:
             num_requests_running=len(scheduler.running) + len(scheduler.receiving),
             num_requests_decoding=len(scheduler.running) - len(computing),
             num_requests_waiting=len(scheduler.waiting) + len(scheduler.reserving),
-            # Sequences that wait have nothing computed, and nothing is sampled for them.
-            num_queued_tokens=sum(sequence.num_missing_tokens for sequence in computing)
-            + scheduler.waiting.num_tokens
-            + scheduler.reserving.num_tokens,
+            # Sequences that wait have nothing computed, and nothing is sampled for them. Which of their tokens are
+            # cached is looked up when they begin. The KV of those that reserve blocks comes from outside.
+            num_queued_tokens=sum(sequence.num_missing_tokens for sequence in computing) + scheduler.waiting.num_tokens,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
             num_preemptions=scheduler.num_preemptions,

@@ -18,7 +18,8 @@ from kvrelay.node.event_log import EventLog, LogUpdate
 from kvrelay.node.node import Node
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 
-_WATCH_INTERVAL_SECONDS = 0.02  # changes of blocks and load within one interval are sent in one message
+# Changes of blocks and load within one interval are sent in one message. A router hears so often of each busy node.
+_WATCH_INTERVAL_SECONDS = 0.05
 _HEARTBEAT_SECONDS = 1.0  # a watcher may count the node as stopped after several of these without a message
 _NAMES_PER_MESSAGE = 16384  # gained, and as many lost: a router handles each message at once
 

@@ -37,9 +37,9 @@ class NodeHandle:
     and `on_live` when the node takes requests from now on.
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
-    `num_sequences`: outputs that this router has on the node. Both are ahead of `load`, which counts the requests of
-    all routers but comes late. `outages`: of what requests need there. `links`: of a decode node, those from prefill
-    nodes.
+    `num_sequences`: outputs that this router has on the node. `num_claimed_blocks`: blocks that requests which were
+    placed since `load` came need there. All three are ahead of `load`, which counts the requests of all routers but
+    comes late. `outages`: of what requests need there. `links`: of a decode node, those from prefill nodes.
     """
 
     address: str
@@ -62,6 +62,7 @@ class NodeHandle:
     watched: tuple[int, int] | None = None  # epoch and sequence number of the last event that the index has
     num_queued_tokens: int = 0
     num_sequences: int = 0
+    num_claimed_blocks: int = 0
 
     @property
     def name(self) -> str:
@@ -69,15 +70,30 @@ class NodeHandle:
         return self.address if self.description is None else f"{self.description.source.node_id} ({self.address})"
 
     @property
+    def described(self) -> NodeDescription:
+        """Returns the last description; there must have been one."""
+        assert self.description is not None
+        return self.description
+
+    @property
     def source(self) -> KVSource:
         """Returns the node as it was last described; it must have been."""
-        assert self.description is not None
-        return self.description.source
+        return self.described.source
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Counts the blocks that are free or evictable, without those that were claimed since the node counted them."""
+        return max(0, self.load.num_free_blocks - self.num_claimed_blocks)
 
     @property
     def is_watched(self) -> bool:
         """Tells whether the node sends its updates now."""
         return self.state in (NodeState.LIVE, NodeState.DRAINING)
+
+    def reported(self, load: NodeLoad) -> None:
+        """Notes the node's load."""
+        self.load = load
+        self.num_claimed_blocks = 0
 
     def failed(self, error: KVRelayError, source: KVSource) -> None:
         """Counts a request that ended at the process `source` with `error` against the node, unless that is not live:

@@ -21,7 +21,11 @@ _Labelled = tuple[tuple[str, str], NodeHandle]
 _LOAD: tuple[tuple[str, str, Callable[[NodeLoad], float]], ...] = (
     ("node_requests_running", "Sequences that run or receive KV.", lambda load: load.num_requests_running),
     ("node_requests_waiting", "Sequences that wait for a step.", lambda load: load.num_requests_waiting),
-    ("node_queued_tokens", "Prompt tokens not computed yet.", lambda load: load.num_queued_tokens),
+    (
+        "node_queued_tokens",
+        "Prompt tokens to compute, cached ones of requests that wait among them.",
+        lambda load: load.num_queued_tokens,
+    ),
     ("node_leases", "Requests whose published blocks are kept.", lambda load: load.num_leases),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda load: load.kv_cache_usage),
 )

@@ -192,7 +192,8 @@ class Registry:
         if known is not None and known.source != description.source:
             if not self._belongs_to_another(node, known.source.node_id):
                 self._forget_blocks(known.source.node_id)
-            node.load, node.stats, node.watched = NodeLoad(), NodeStats(), None
+            node.reported(NodeLoad())
+            node.stats, node.watched = NodeStats(), None
             node.outages, node.links = Outages(self.clock.now), Links(self.clock, self._random)
         for tried in self._tried.values():  # so that it does not matter who answers first
             await tried.wait()
@@ -246,7 +247,7 @@ class Registry:
             self._doubts.tell(refused_from_wire(refused), self.nodes)
         if message.HasField("load"):  # the last message of an update
             node.watched = (message.epoch, message.sequence)
-            node.load = load_from_wire(message.load)
+            node.reported(load_from_wire(message.load))
             if message.HasField("stats"):
                 node.stats = stats_from_wire(message.stats)
             self._enter(node, NodeState.DRAINING if message.draining else NodeState.LIVE)

@@ -82,6 +82,7 @@ class Placer:
         facts, held = self._facts(node_request, next(self._numbers))
         placement = self._policy.choose(facts, _candidates(usable, held))
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
+        usable[placement.decode].num_claimed_blocks += facts.num_new_blocks(held.get(placement.decode, 0))
         decode = _resolved(self._decode_clients, placement.decode, placement.decode_sources, facts, usable, held)
         prefill = None
         if placement.prefill is not None:
@@ -184,7 +185,7 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
                 node_id=node_id,
                 num_held_blocks=held.get(node_id, 0),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
-                core_table=_core_table(node),
+                core_table=node.described.core_table,
             )
             for node_id, node in nodes.items()
             if node.role is NodeRole.PREFILL
@@ -194,10 +195,11 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
                 node_id=node_id,
                 num_held_blocks=held.get(node_id, 0),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
-                core_table=_core_table(node),
+                core_table=node.described.core_table,
                 num_sequences=max(node.load.num_requests_running + node.load.num_requests_waiting, node.num_sequences),
                 num_decoding=node.load.num_requests_decoding,
-                num_free_blocks=node.load.num_free_blocks,
+                num_free_blocks=node.num_free_blocks,
+                max_num_seqs=node.described.max_num_seqs,
             )
             for node_id, node in nodes.items()
             if node.role is NodeRole.DECODE
@@ -209,7 +211,3 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
             if source.node_id in nodes and nodes[source.node_id].source == source
         ),
     )
-
-
-def _core_table(node: NodeHandle) -> str:
-    return "" if node.description is None else node.description.core_table

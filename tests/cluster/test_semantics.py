@@ -145,6 +145,25 @@ async def test_a_short_suffix_is_prefilled_where_it_is_decoded(model: Path) -> N
     assert second.how.num_transferred_blocks == 0
 
 
+async def test_another_decode_node_fetches_a_turn_and_computes_what_is_new(model: Path) -> None:
+    """No prefill node has seen it, which would have to fetch it as well."""
+    reference = Reference(model)
+    policy = make_policy("prefix_aware", local_prefill_max_tokens=64)
+    async with cluster(model, decode_nodes=2, policy=policy) as running:
+        prompt = prompt_of(48)
+        first = await running.generate(prompt, max_tokens=50)
+        await running.wait_indexed()
+        [busy] = [node for node in running.registry.decode if node.source.node_id == first.how.decode_node]
+        busy.num_sequences += 10
+        turn = [*prompt, *first.tokens[0], 3, 4, 5]
+        second = await running.generate(turn, max_tokens=4)
+        busy.num_sequences -= 10
+    assert {first.how.prefill_node, second.how.prefill_node} == {None}
+    assert second.how.decode_node != first.how.decode_node
+    assert second.how.num_computed_tokens == 101 - 96  # six full blocks
+    assert second.tokens[0] == reference.generate(turn, 4)
+
+
 async def test_salts_keep_tenants_apart(model: Path) -> None:
     async with cluster(model) as running:
         prompt = prompt_of(64)

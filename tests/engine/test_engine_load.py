@@ -25,7 +25,7 @@ def test_requests_and_tokens_are_counted_in_every_state() -> None:
     harness.step()
     load = harness.engine.load()
     assert (load.num_requests_running, load.num_requests_decoding, load.num_requests_waiting) == (3, 1, 3)
-    assert load.num_queued_tokens == 40 - 2 * 15 + 80 + 90 + 70
+    assert load.num_queued_tokens == 40 - 2 * 15 + 90 + 70
     assert load.num_free_blocks == 16 - 2 - 4 - 4
     for request_id in ("reserving", "waiting"):
         harness.engine.abort(request_id)

@@ -32,9 +32,16 @@ def prefill(node_id: str, *, held: int = 0, queued: int = 0) -> PrefillCandidate
 
 
 def decode(
-    node_id: str, *, held: int = 0, sequences: int = 0, free: int = 10_000, queued: int = 0, decoding: int = 0
+    node_id: str,
+    *,
+    held: int = 0,
+    sequences: int = 0,
+    free: int = 10_000,
+    queued: int = 0,
+    decoding: int = 0,
+    places: int = 256,
 ) -> DecodeCandidate:
-    return DecodeCandidate(node_id, held, queued, sequences, free, decoding)
+    return DecodeCandidate(node_id, held, queued, sequences, free, decoding, places)
 
 
 def candidates(*nodes: PrefillCandidate | DecodeCandidate) -> Candidates:
@@ -116,6 +123,24 @@ def test_a_decode_node_without_room_is_avoided() -> None:
     assert PrefixAware(0).choose(facts(), nodes).decode == "d1"
 
 
+def test_a_decode_node_without_a_place_is_avoided_though_it_holds_the_prompt() -> None:
+    for places, expected in ((3, "d0"), (2, "d1")):
+        nodes = candidates(prefill("p"), decode("d0", held=250, sequences=2, places=places), decode("d1"))
+        assert PrefixAware(0).choose(facts(4000), nodes).decode == expected
+
+
+@pytest.mark.parametrize(("num_streams", "most"), [(8, 8), (48, 13), (104, 13), (128, 16)])
+def test_streams_that_share_a_long_prefix_spread_over_the_decode_nodes(num_streams: int, most: int) -> None:
+    """The first node has it already, and 800 is the price of moving it, that of 12.5 more streams. Moved once, it is
+    there for the next one, too."""
+    nodes = [decode(f"d{number}", held=500 * (number == 0)) for number in range(8)]
+    for number in range(num_streams):
+        chosen = PrefixAware().choose(facts(8040, number=number), candidates(prefill("p", held=500), *nodes))
+        index = int(chosen.decode[1:])
+        nodes[index] = replace(nodes[index], num_held_blocks=500, num_sequences=nodes[index].num_sequences + 1)
+    assert max(node.num_sequences for node in nodes) <= most
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "held", "local"),
     [(64, 0, True), (65, 0, False), (1000, 59, True), (1000, 58, False), (1, 0, True), (992, 62, True)],
@@ -136,13 +161,13 @@ def test_with_local_prefill_off_even_one_token_goes_to_a_prefill_node() -> None:
 
 
 def test_without_prefill_nodes_the_decode_node_that_holds_the_prompt_wins_though_it_is_busier() -> None:
-    nodes = candidates(decode("d0"), decode("d1", held=60, sequences=4))
+    nodes = candidates(decode("d0"), decode("d1", held=60, sequences=1))
     placement = PrefixAware(64).choose(facts(), nodes)
     assert (placement.decode, placement.decode_sources) == ("d1", ())
 
 
 def test_without_prefill_nodes_a_decode_node_fetches_what_a_much_busier_one_holds() -> None:
-    nodes = candidates(decode("d0"), decode("d1", held=60, sequences=10))
+    nodes = candidates(decode("d0"), decode("d1", held=60, sequences=2))
     placement = PrefixAware(64).choose(facts(), nodes)
     assert (placement.decode, placement.decode_sources) == ("d0", (SourceHint("d1", 60),))
 
@@ -242,9 +267,31 @@ def test_a_prefill_node_of_another_machine_costs_a_decode_node_no_cores() -> Non
 
 
 def test_a_prefill_node_has_little_to_do_if_another_decode_node_holds_the_prompt() -> None:
-    nodes = candidates(prefill("p0", queued=500), decode("d0"), decode("d1", held=62, sequences=100))
+    """It has one block less to fetch than d0 has."""
+    for queued, expected in ((0, "p0"), (1, "p0"), (2, None)):
+        nodes = candidates(prefill("p0", held=1, queued=queued), decode("d0"), decode("d1", held=62, sequences=100))
+        placement = PrefixAware().choose(facts(1000), nodes)
+        assert (placement.prefill, placement.decode) == (expected, "d0")
+
+
+@pytest.mark.parametrize("holder", ["decode", "prefill"])
+def test_what_another_decode_node_holds_is_moved_once(holder: str) -> None:
+    """Where the prefill node would have to fetch it first, the decode node does, and computes the few other tokens."""
+    nodes = candidates(
+        prefill("p0", held=62 * (holder == "prefill")), decode("d0"), decode("d1", held=62, sequences=100)
+    )
     placement = PrefixAware().choose(facts(1000), nodes)
-    assert (placement.prefill, placement.decode) == ("p0", "d0")
+    if holder == "prefill":
+        assert (placement.prefill, placement.reason) == ("p0", PlacementReason.DISAGGREGATED)
+    else:
+        assert (placement.prefill, placement.reason) == (None, PlacementReason.SHORT_SUFFIX)
+        assert (placement.decode, placement.decode_sources) == ("d0", (SourceHint("d1", 62),))
+
+
+def test_what_does_not_get_to_the_decode_node_it_misses() -> None:
+    nodes = candidates(prefill("p0"), decode("d0"), decode("d1", held=62, sequences=100))
+    placement = PrefixAware().choose(facts(1000), without(nodes, ("d1", "d0")))
+    assert (placement.prefill, placement.sources, placement.decode_sources) == ("p0", (SourceHint("d1", 62),), ())
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])

@@ -127,6 +127,24 @@ async def test_prompts_that_this_router_has_queued_at_a_decode_node_count_before
         queued.num_queued_tokens -= 5000
 
 
+async def test_blocks_that_this_router_has_claimed_count_until_the_node_reports_its_load() -> None:
+    """Without them the node with room for one more request would get all that come before its next report."""
+    async with cluster(num_decode_nodes=2) as nodes:
+        roomy, full = nodes.registry.decode
+        num_new_blocks = -(-len(PROMPT) // NAMESPACE.block_size) + 1
+
+        async def report(sequence: int) -> None:
+            for node, num_free_blocks in ((nodes.decodes[0], num_new_blocks), (nodes.decodes[1], 0)):
+                load = node_pb2.NodeLoad(num_blocks=1000, num_free_blocks=num_free_blocks, num_leases=sequence)
+                node.updates.put_nowait(node_pb2.WatchResponse(epoch=1, sequence=sequence, load=load))
+            await until(lambda: all(node.load.num_leases == sequence for node in (roomy, full)))
+
+        for sequence in (1, 2):
+            await report(sequence)
+            first, second = (nodes.placer.place(NODE_REQUEST, lost=set(), last_resort=False) for _ in range(2))
+            assert (first.decode.node, second.decode.node) == (roomy, full)
+
+
 @pytest.mark.parametrize("table", ["", "shared"])
 async def test_a_prompt_that_is_computed_on_lent_cores_yields_to_decodes(table: str) -> None:
     async with cluster(local_prefill_max_tokens=4, core_table=table) as nodes:
