@@ -210,7 +210,9 @@ def _batch_case(batch: Batch, device: torch.device) -> Case:
         found[:num_real_rows] = attended[:num_real_rows]
         return found
 
-    num_bytes = sum(lengths) * 2 * batch.num_kv_heads * batch.head_dim * pool.element_size()
+    before = max(lengths) if batch.window is None else batch.window - 1  # the most that new tokens see of a prefix
+    num_seen = sum(new + min(prefix, before) for prefix, new in batch.sequences)
+    num_bytes = num_seen * 2 * batch.num_kv_heads * batch.head_dim * pool.element_size()
     return Case(
         lambda: backend.attend(query, pool, 1, metadata, scale=scale, sliding_window=batch.window),
         expected,

@@ -11,12 +11,10 @@ from functools import partial
 
 import torch
 from paged_kernels.reference import ReferenceBackend
-from torch import Tensor
 from transformers import PreTrainedConfig
 
-from bench.gpu.case import deviation
 from bench.gpu.eager_recorder import EagerRecorder
-from bench.gpu.greedy import greedy_error
+from bench.gpu.greedy import greedy_error, likeliest_error
 from bench.gpu.kernel_times import time_by_kernel
 from bench.gpu.measure import Rates, never_waiting
 from bench.gpu.random_decoder import random_decoder
@@ -204,7 +202,7 @@ class EngineBench:
         found = self._top_logprobs(self._runner, plans, after)
         with self._plain_runner() as runner:
             expected = self._top_logprobs(runner, plans, after)
-        return deviation(found.to(self.model.dtype), expected.double())
+        return likeliest_error(found, expected, self.model.dtype)
 
     def _answers_error(self) -> float:
         """Checks the tokens of the requests since the last call, or of some if they are many, and forgets them. The
@@ -233,14 +231,12 @@ class EngineBench:
 
     def _top_logprobs(
         self, runner: GpuRunner, plans: Sequence[SchedulerOutput], after: Sequence[SchedulerOutput]
-    ) -> Tensor:
-        """Returns `[num_rows, 20]`, largest first. It has no token ids: the order of equally likely ones does not
-        matter."""
+    ) -> list[TokenLogprobs]:
         for plan in after:
             runner.launch(plan).collect()
         outputs = [runner.launch(plan).collect() for plan in plans]
         rows = [result.sampled[0].logprobs for output in outputs for result in output.results]
-        return torch.tensor([[value for _, value in one.top] for one in rows if one is not None])
+        return [one for one in rows if one is not None]
 
     def _plans(self) -> list[SchedulerOutput]:
         """Returns a plan for each of a few prompts, the same each time, and then one decode step of them all. In the

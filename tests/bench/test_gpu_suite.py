@@ -2,6 +2,7 @@
 `tests/kernels/triton`."""
 
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,15 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench import gpu_suite
 from bench.gpu import cluster_cases, model_cases
 from bench.gpu.bars import BARS, Bar, judged
 from bench.gpu.case import Case, deviation
 from bench.gpu.cluster_cases import ClusterLoad, cluster_tasks
-from bench.gpu.greedy import greedy_error
+from bench.gpu.greedy import greedy_error, likeliest_error
 from bench.gpu.measure import Rates, Repeat, Stopwatch, measure_rates, never_waiting, poisoned, unaffected
-from bench.gpu.model_cases import KINDS, model_tasks
+from bench.gpu.model_cases import KINDS, Kind, model_tasks
 from bench.gpu.report import Record, Result, read_records, table
 from bench.gpu.task import Task, run_tasks
 from bench.local_cluster import ClusterAddress
@@ -106,6 +108,20 @@ def test_greedy_tokens_may_be_near_ties() -> None:
     assert greedy_error([likeliest, likeliest], torch.float32) == 0.0
     assert greedy_error([likeliest, tie], torch.float32) > 1.0 > greedy_error([likeliest, tie], torch.bfloat16)
     assert greedy_error([likeliest, replace(tie, logprob=float("nan"))], torch.bfloat16) == float("inf")
+
+
+def test_the_likeliest_tokens_are_compared_by_id() -> None:
+    def row(*top: tuple[int, float]) -> list[TokenLogprobs]:
+        return [TokenLogprobs(*top[0], 1, top)]
+
+    expected = row((4, -2.0), (7, -2.3), (1, -2.31))
+    assert likeliest_error(expected, expected, torch.float32) == 0.0
+    tie = row((4, -2.0), (1, -2.305), (9, -2.31))  # the reference's own 9 may be as likely as its 1
+    assert likeliest_error(tie, expected, torch.float32) > 1.0 > likeliest_error(tie, expected, torch.bfloat16)
+    others = row((5, -2.0), (8, -2.3), (2, -2.31))
+    assert likeliest_error(others, expected, torch.bfloat16) > 1.0
+    nothing = row((4, float("nan")), (7, -2.3), (1, -2.31))
+    assert likeliest_error(nothing, expected, torch.bfloat16) == float("inf")
 
 
 def fail() -> Result:
@@ -235,6 +251,34 @@ def test_models_sample_with_parameters_that_matter(field: str, tmp_path: Path, m
     monkeypatch.setattr(model_cases, "_speak", forget)
     (task,) = model_tasks(KINDS[:1], CPU.device, tmp_path)
     assert not task.run().is_right
+
+
+SCALED = [kind for kind in KINDS if kind.prequantized or "kv_cache_dtype" in kind.options]
+
+
+@pytest.mark.parametrize("kind", SCALED, ids=[kind.name for kind in SCALED])
+def test_models_with_wrong_scales_are_seen(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of quantised weights are 5 % off, or values, as they would be with such a scale of an FP8 pool."""
+    speak, is_wrong = model_cases._speak, [True, False]
+
+    def speak_wrongly_first(path: Path, device: Any, options: Any, asked: Sequence[SamplingParams]) -> Any:
+        model = with_wrong_scales(path, tmp_path / "wrong") if is_wrong.pop(0) else path
+        return speak(model, device, options, asked)
+
+    monkeypatch.setattr(model_cases, "_speak", speak_wrongly_first)
+    (task,) = model_tasks([kind], CPU.device, tmp_path)
+    assert not task.run().is_right
+
+
+def with_wrong_scales(model: Path, target: Path) -> Path:
+    shutil.copytree(model, target)
+    weights = target / "model.safetensors"
+    tensors = {
+        name: 1.05 * tensor if name.endswith((".scales", "v_proj.weight")) else tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return target
 
 
 def test_quantised_models_are_what_they_are_called(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every kernel, as it is launched, compiles ahead of time for four kinds of GPUs; none is needed for that."""
+"""Every kernel, as it is launched, compiles ahead of time for five kinds of GPUs; none is needed for that."""
 
 import importlib
 import pkgutil
@@ -46,6 +46,8 @@ GPUS = {
     # Of sm_80 with less shared memory, with which attention is launched as for none of the others.
     "sm_89": Gpu(GPUTarget("cuda", 89, 32), GpuTraits(142, 99 << 10, converts_fp8=True), only="attention_kernel"),
     "sm_90": Gpu(GPUTarget("cuda", 90, 32), GpuTraits(132, 227 << 10, converts_fp8=True)),
+    # Where products of float32 may become TF32.
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), GpuTraits(148, 227 << 10, converts_fp8=True), only="torch.float32"),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), GpuTraits(num_sms=304, shared_bytes=64 << 10)),
 }
 LEAST_SHARED_BYTES = min(gpu.traits.shared_bytes for gpu in GPUS.values())
@@ -108,6 +110,7 @@ def test_compiles(gpu: str, name: str, tmp_path: Path) -> None:
     if gpu.startswith("sm"):
         a_little = 0 if gpu == "sm_90" else 32
         assert stack_bytes(compiled.asm["cubin"], tmp_path / "cubin") <= a_little, "registers spill"
+        assert "torch.float32" not in name or "tf32" not in compiled.asm["ptx"], "products are rounded"
 
 
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_89", "sm_90"])

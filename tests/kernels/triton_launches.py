@@ -138,8 +138,9 @@ def _prequantized(traits: GpuTraits) -> Iterator[tuple[str, KernelCall]]:
         x, output = empty(num_rows, 4096, dtype=dtype), empty(num_rows, 4096, dtype=dtype)
         bias = empty(4096, dtype=dtype) if has_bias else None
         label = f"{form} {bits} bits {num_rows} rows {dtype}"
-        for call in plan_product(output, x, weight, bias, product_tiles(x, weight, traits), traits):
-            yield f"{call.kernel.__name__} {label}", call
+        if dtype != torch.float32:  # torch multiplies those
+            for call in plan_product(output, x, weight, bias, product_tiles(x, weight, traits), traits):
+                yield f"{call.kernel.__name__} {label}", call
         dense = empty(4096, 4096, dtype=dtype)
         yield f"dequantize_kernel {label}", plan_dequantize(dense, weight)
 

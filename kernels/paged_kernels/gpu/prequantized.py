@@ -46,7 +46,8 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
     assert weight.group_of_input is None
     if x.shape[1] != weight.num_inputs or weight.num_outputs % (32 // weight.bits) or x.stride(-1) != 1:
         raise ValueError(f"x {tuple(x.shape)} does not fit {weight.num_inputs} x {weight.num_outputs} weights")
-    if x.shape[0] > _MOST_ROWS:
+    # On sm_100 Triton would multiply such tiles of float32 as TF32, "ieee" or not.
+    if x.dtype == torch.float32 or x.shape[0] > _MOST_ROWS:
         dense = torch.empty((weight.num_inputs, weight.num_outputs), dtype=x.dtype, device=x.device)
         launch([plan_dequantize(dense, weight)])
         return x @ dense if bias is None else torch.addmm(bias, x, dense)
@@ -58,8 +59,8 @@ def prequantized_matmul(x: Tensor, weight: PrequantizedWeight, bias: Tensor | No
 
 def product_tiles(x: Tensor, weight: PrequantizedWeight, traits: GpuTraits) -> ProductTiles:
     """Returns the launch parameters that are the fastest on an H100, as far as they fit: tiles of x are in shared
-    memory, sums and operands of float32 in registers."""
-    inputs = _tile_inputs(weight, most=16 if x.dtype == torch.float32 else 128)
+    memory, sums in registers."""
+    inputs = _tile_inputs(weight, most=128)
     rows = min(256 if traits.is_sm_90_or_later else 128, max(16, next_power_of_two(x.shape[0])))
     if rows > 64:
         inputs = min(inputs, max(32, inputs // 2))

@@ -83,9 +83,15 @@ def largest_recorded_step(limits: StepLimits, block_size: int) -> SchedulerOutpu
 
 
 def graph_bytes(step_bytes: int, limits: StepLimits) -> int:
-    """Returns the bytes to set aside for recorded steps. They share the activations of the largest of them, which takes
-    `step_bytes`."""
+    """Returns the bytes to set aside for recorded steps, but for their results. They share the activations of the
+    largest of them, which takes `step_bytes`."""
     return len(step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)) * _GRAPH_BYTES + step_bytes
+
+
+def _result_bytes(model: DecoderForCausalLM, limits: StepLimits) -> int:
+    """Returns the bytes of the results of recorded steps, each of which keeps its own: a row for each token."""
+    num_rows = sum(shape.num_tokens for shape in step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens))
+    return num_rows * model.config.hidden_size * model.dtype.itemsize
 
 
 def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
@@ -150,7 +156,7 @@ def profile_memory(
     reserved = 0
     if graphs:
         recorded = _peak_bytes(device, runner, largest_recorded_step(limits, layout.block_size)) - resident
-        reserved = graph_bytes(recorded, limits)
+        reserved = graph_bytes(recorded, limits) + _result_bytes(model, limits)
     for plan in smaller_steps(limits, layout.block_size):
         _run(runner, plan)
     del runner

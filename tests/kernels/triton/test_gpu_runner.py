@@ -22,10 +22,12 @@ from kvrelay.core.kv.layout import KVLayout
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.cpu.runner import CpuRunner
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.gpu.memory_profile import largest_step
+from kvrelay.engine.gpu import memory_profile
+from kvrelay.engine.gpu.memory_profile import graph_bytes, largest_step, profile_memory
 from kvrelay.engine.gpu.runner import GpuRunner, StepLimits
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.gpu.startup import size_gpu_pool
+from kvrelay.engine.gpu.step_graphs import RecordedStep, Step
 from kvrelay.engine.layers.rotary import RopeKind, RopeParameters
 from kvrelay.engine.layers.weight_format import WeightFormat
 from kvrelay.engine.models.decoder import DecoderForCausalLM
@@ -63,6 +65,7 @@ CONFIG = ModelConfig(
     dtype=None,
     quantization=None,
 )
+LAYOUT = KVLayout(num_kv_heads=1, num_layers=2, block_size=16, head_dim=CONFIG.head_dim, dtype="float32")
 
 
 def make_model(attention: AttentionBackend) -> DecoderForCausalLM:
@@ -256,7 +259,28 @@ def test_a_profiled_step_without_a_result_is_not_called_a_lack_of_memory(monkeyp
     config = Mock(vocab_size=VOCAB_SIZE, eos_token_ids=())
     loaded: Any = Mock(model=model, config=config, max_model_len=LIMITS.max_model_len)
     options = EngineOptions("m", max_num_seqs=LIMITS.max_num_seqs, max_num_batched_tokens=LIMITS.max_num_batched_tokens)
-    layout = KVLayout(num_kv_heads=1, num_layers=2, block_size=16, head_dim=CONFIG.head_dim, dtype="float32")
     with pytest.raises(ModelLoadError, match=r"24 tokens.*not finite.*the checkpoint is damaged.*kernel") as raised:
-        size_gpu_pool(options, loaded, layout)
+        size_gpu_pool(options, loaded, LAYOUT)
     assert "memory for" not in str(raised.value)
+
+
+@dataclass(slots=True)
+class ResultBytes:
+    """A `StepRecorder` that only adds up what the results of steps take."""
+
+    num_bytes: int = 0
+
+    def record(self, step: Step) -> RecordedStep:
+        self.num_bytes += step().nbytes
+        return Mock()
+
+
+def test_memory_is_set_aside_for_the_result_of_each_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("memory_reserved", "max_memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    monkeypatch.setattr(memory_profile, "_run", lambda runner, plan: None)
+    model, results = make_model(TritonBackend()), ResultBytes()
+    GpuRunner(model, GpuSampler(()), make_pool(), LIMITS, results)
+    profile = profile_memory(model, GpuSampler(()), LAYOUT, LIMITS, graphs=True)
+    assert profile.graphs == graph_bytes(0, LIMITS) + results.num_bytes

@@ -23,6 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from bench import gpu_suite
 from bench.even_batch import even_batch
 from bench.gpu import engine_cases, layer_cases, tuning
+from bench.gpu.attention_cases import Batch, batch_tasks
 from bench.gpu.layer_cases import Sizes, layer_tasks, sampling_tensors
 from bench.gpu.measure import Rates, Stopwatch
 from bench.gpu.parts import PARTS, Suite
@@ -30,6 +31,7 @@ from bench.gpu.report import Records, read_records
 from bench.gpu.task import Task
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.gpu.runner import GpuRunner, GpuStep
+from kvrelay.engine.models.decoder import DecoderForCausalLM
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.sampling.sampler import SamplingRow
 
@@ -103,6 +105,15 @@ def call_of(num_seqs: int, prefix: int, new: int) -> AttentionCall:
     query = torch.empty(num_seqs * new, 32, 128, device=device)
     pool = torch.empty(metadata.block_tables.numel(), 8, 1, 2, 16, 128, device=device)
     return AttentionCall(query, query, pool, 0, metadata, 1.0, None, None)
+
+
+def test_of_a_window_only_the_tokens_in_sight_are_work() -> None:
+    def floor(window: int | None, *sequences: tuple[int, int]) -> float:
+        batch = Batch(2, 1, 16, torch.float16, torch.float16, (*sequences, (0, 0)), window)
+        (task,) = batch_tasks((batch,), Stopwatch(torch.device("cpu"), 1), Rates(1.0, 1.0))
+        return task.run().floor_seconds
+
+    assert floor(8, (100, 1), (40, 5), (3, 2)) == floor(None, (7, 1), (7, 5), (3, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +196,20 @@ def test_each_row_of_the_engine_is_checked(engine_rows: Iterator[Task], monkeypa
     monkeypatch.setattr(TritonBackend, "attend", lambda self, query, *others, **options: torch.zeros_like(query))
     results = [task.run() for task in engine_rows]
     assert len(results) == 4 and not any(result.is_right for result in results)
+
+
+def test_other_tokens_that_are_as_likely_are_wrong(
+    engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = DecoderForCausalLM.compute_logits
+
+    def shifted(model: DecoderForCausalLM, hidden: Tensor) -> Tensor:
+        is_ours = isinstance(model.layers[0].attention.backend, TritonBackend)
+        return compute(model, hidden).roll(int(is_ours), dims=-1)
+
+    monkeypatch.setattr(DecoderForCausalLM, "compute_logits", shifted)
+    (mixed,) = (task for task in engine_rows if "tokens of a prompt" in task.name)
+    assert not mixed.run().is_right
 
 
 def test_a_row_that_fails_spoils_no_other(engine_rows: Iterator[Task], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_kernels.cpu.quantized_weight import Bits
+from paged_kernels.gpu import prequantized
+from paged_kernels.gpu.launch import KernelCall
 from paged_kernels.gpu.prequantized import prequantized_matmul
 from paged_kernels.prequantized_weight import PrequantizedFormat, PrequantizedWeight
 from torch import Tensor
@@ -63,20 +65,20 @@ def test_8_bits(form: PrequantizedFormat, num_rows: int) -> None:
     weight, exact = make_weight(form, 256, 76, 128, torch.float16, bits=8)
     check(torch.randn(num_rows, 256).to(torch.float16), weight, exact)
     weight, exact = make_weight(form, 352, 76, 32, torch.float16, bits=8, shuffled=True)
-    check(torch.randn(num_rows, 352), weight, exact)
+    check(torch.randn(num_rows, 352).half(), weight, exact)
 
 
 @pytest.mark.parametrize("num_rows", [5, 300])
 def test_inputs_in_shuffled_groups(num_rows: int) -> None:
     weight, exact = make_weight(PrequantizedFormat.GPTQ, 192, 64, 64, torch.float16, shuffled=True)
-    check(torch.randn(num_rows, 192), weight, exact)
+    check(torch.randn(num_rows, 192).half(), weight, exact)
 
 
 @pytest.mark.parametrize("num_rows", [2, 100])
 def test_inputs_are_split(num_rows: int) -> None:
     """17 groups of inputs over several programs, whose sums are added."""
     weight, exact = make_weight(PrequantizedFormat.AWQ, 1088, 16, 64, torch.float16)
-    check(torch.randn(num_rows, 1088), weight, exact, torch.randn(16))
+    check(torch.randn(num_rows, 1088).half(), weight, exact, torch.randn(16).half())
 
 
 @pytest.mark.parametrize("num_rows", [32, 256, 512])
@@ -86,6 +88,15 @@ def test_weights_are_rounded_once(form: PrequantizedFormat, num_rows: int) -> No
     weight, exact = make_weight(form, 512, 72, 128, torch.float16)
     rows = torch.eye(512, dtype=torch.bfloat16)[-num_rows:]
     assert torch.equal(prequantized_matmul(rows, weight), exact[-num_rows:].bfloat16())
+
+
+def test_torch_multiplies_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would round it to TF32 on sm_100."""
+    launched: list[KernelCall] = []
+    monkeypatch.setattr(prequantized, "launch", launched.extend)
+    weight, _ = make_weight(PrequantizedFormat.AWQ, 64, 64, 64, torch.float16)
+    prequantized_matmul(torch.randn(1, 64), weight)
+    assert [call.kernel.__name__ for call in launched] == ["dequantize_kernel"]
 
 
 def test_refuses_what_does_not_fit() -> None:
