@@ -3,7 +3,7 @@ That is `Tokenizer.decode` of them, with the space in front that some decoders d
 
 With byte-level BPE that is the bytes of the tokens, read as UTF-8. Other decoders look at several tokens at a time, and
 the library's stream knows when what they say of them is certain. There is one exception: `decode` voids a whole run of
-byte tokens that holds broken bytes, but ASCII in front of these is text that has been streamed.
+byte tokens that holds broken bytes, but characters in front of these have been streamed.
 """
 
 import codecs

@@ -1,6 +1,7 @@
 """Text to token ids and back, and chat templates, for the model that is served. Works without torch.
 
-Invariant: every known token id has bytes (`token_bytes`), which joined give the decoded text; an unknown id has none.
+Invariant: every known token id has bytes (`token_bytes`), and an unknown one has none. Joined, those of byte-level BPE
+and of SentencePiece give the decoded text, but for a space in front that a decoder drops.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from kvrelay.core.model.directory import resolve_model_directory
 from kvrelay.core.model.json_object import read_json_object
 from kvrelay.core.model.tokenizer_files import refuse_without_tokenizer
 from kvrelay.text.chat_message import ChatMessage
+from kvrelay.text.made_tokenizer import cannot_be_made, check_made
 
 # Tokenising more characters, decoding more tokens, or rendering more messages, would keep an event loop waiting for too
 # long.
@@ -84,21 +86,25 @@ class Tokenizer:
         downloading anything. Raises ModelLoadError."""
         directory = resolve_model_directory(model)
         refuse_without_tokenizer(directory)
-        without_file = f"{directory} has no tokenizer.json, and none can be made from what it has"
+        has_file = (directory / "tokenizer.json").is_file()
         tokenizer_class = _tokenizer_class(directory)
         try:
             loaded = tokenizer_class.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the libraries raise nothing narrower
             for file in sorted(directory.glob("*token*.json")):
                 read_json_object(file)  # names the file if it is the one that is damaged
-            if not (directory / "tokenizer.json").is_file():
-                raise ModelLoadError(without_file) from error
+            if not has_file:
+                raise cannot_be_made(directory, str(error)) from error
             raise ModelLoadError(
                 f"no tokenizer can be loaded from {directory}: {type(error).__name__}: {error}; fetch the model's "
                 "files again, or load them with a version of transformers that knows them"
             ) from error
         if not getattr(loaded, "is_fast", False):
-            raise ModelLoadError(without_file)
+            raise ModelLoadError(
+                f"{directory}: {type(loaded).__name__} is no fast tokenizer, and no other is supported"
+            )
+        if not has_file:
+            check_made(loaded.backend_tokenizer, directory)
         return cls(loaded)
 
     @property

@@ -68,8 +68,9 @@ async def encoded_logprobs(
 
 
 async def _text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:
-    """Returns where in the prompt's text each token begins. A special token that the tokenizer has added has no text
-    there, nor has a space in front that its decoder drops."""
+    """Returns where in the prompt's text each token begins: behind the texts of those before it, which where the
+    tokenizer changes the text first are not the prompt's, but never behind its end. A special token that the tokenizer
+    has added has no text there, nor has a space in front that its decoder drops."""
 
     def has_text(token_id: int, start: int) -> bool:
         piece = tokenizer.token_text(token_id)
@@ -81,7 +82,7 @@ async def _text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int
         stream.num_chars = -1
 
     def offset_of(token_id: int) -> int:
-        start = max(0, stream.num_chars)
+        start = min(max(0, stream.num_chars), len(text))
         if has_text(token_id, start):
             stream.push(token_id)
         return start

@@ -173,6 +173,10 @@ class CompletionBody(GenerationBody):
             raise InvalidRequestError(
                 "logprobs with echo are also those of the prompt: leave out prompt_logprobs", field="prompt_logprobs"
             )
+        if self.only_echoes and (self.min_tokens or 0) > 0:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens (0)", field="min_tokens"
+            )
 
     @property
     def only_echoes(self) -> bool:

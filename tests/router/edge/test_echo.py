@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
@@ -131,6 +134,16 @@ async def test_a_token_that_only_the_model_knows_has_no_text(tokenizer: Tokenize
     assert encoded["text_offset"] == b"0,0,3"
 
 
+async def test_no_token_begins_behind_the_prompts_end() -> None:
+    """The texts of WordPiece's tokens are longer than the prompt's: the generated ones follow that."""
+    backend = tokenizers.Tokenizer(models.WordPiece({"a": 0, "##b": 1, "##c": 2}, unk_token="a"))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))  # type: ignore[no-untyped-call]
+    found = PromptLogprobs.of([TokenLogprobs(token_id, -0.5, 1) for token_id in (1, 2)])
+    encoded = await encoded_logprobs(tokenizer, Echo("abc"), (0, 1, 2), found)
+    assert encoded["text_offset"] == b"0,1,3"
+
+
 async def test_the_loop_turns_while_a_long_prompt_is_encoded(tokenizer: Tokenizer) -> None:
     num_tokens = 20 * ITEMS_AT_A_TIME
     found = PromptLogprobs.of([TokenLogprobs(5, -1.0, 1)] * (num_tokens - 1))
@@ -188,3 +201,15 @@ async def test_what_cannot_be_repeated_is_refused_by_name(
 ) -> None:
     response = await gateway.post("/v1/completions", ECHO | change)
     assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "message"),
+    [(1, "min_tokens (1) must not exceed max_tokens (0)"), (-1, "min_tokens must be at least 0, got -1")],
+)
+async def test_a_refusal_has_the_numbers_that_the_client_gave(gateway: Gateway, min_tokens: int, message: str) -> None:
+    """Even where one token is computed for a `max_tokens` of 0."""
+    body = ECHO | {"max_tokens": 0}
+    await whole(gateway, body | {"min_tokens": 0})
+    error = (await gateway.post("/v1/completions", body | {"min_tokens": min_tokens})).json()["error"]
+    assert (error["param"], error["message"]) == ("min_tokens", message)

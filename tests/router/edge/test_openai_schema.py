@@ -164,6 +164,12 @@ def test_an_empty_model_is_the_one_that_is_served(cls: type[Body], body: dict[st
         assert cls.parse(json.dumps(body | {"model": given}).encode()).model == found
 
 
+def test_best_of_is_compared_with_n() -> None:
+    CompletionBody.parse(b'{"prompt": "hello", "n": 2, "best_of": 2}')
+    with pytest.raises(InvalidRequestError, match=r"^best_of is only supported when it equals n"):
+        CompletionBody.parse(b'{"prompt": "hello", "n": 2, "best_of": 1}')
+
+
 @pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
 def test_a_message_without_content_is_refused_for_what_it_has_instead(name: str) -> None:
     message = {"role": "assistant", "content": None, name: [{"id": "1"}]}

@@ -45,6 +45,13 @@ async def test_each_token_but_the_first_has_the_likeliest_and_itself(tokenizer: 
     assert json.loads(await encoded_prompt_logprobs(tokenizer, [])) == [None]
 
 
+async def test_tokens_that_are_equally_likely_share_a_rank(tokenizer: Tokenizer) -> None:
+    """The likeliest are numbered, and only of the prompt's own token the rank is known."""
+    entries = [TokenLogprobs(7, -0.5, 1, ((6, -0.5), (7, -0.5)))]
+    [_, found] = json.loads(await encoded_prompt_logprobs(tokenizer, entries))
+    assert {token_id: entry["rank"] for token_id, entry in found.items()} == {"6": 1, "7": 1}
+
+
 async def test_a_token_that_cannot_occur_has_a_number(tokenizer: Tokenizer) -> None:
     """JSON has no infinity."""
     text = await encoded_prompt_logprobs(tokenizer, [TokenLogprobs(5, -math.inf, 9, ((6, -math.inf),))])
