@@ -4,7 +4,8 @@ Nothing in here reads a clock, a socket or a random number, so a decision can be
 Invariant: the nodes of a placement are among the candidates.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -36,11 +37,13 @@ class RequestFacts:
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
     """A prefill node that may be chosen. `num_held_blocks`: leading blocks of this prompt that it holds, as far as is
-    known. `num_queued_tokens`: prompt tokens of other requests that it has not computed yet. Nodes of the same
-    `core_table`, if it is not empty, lend each other cores."""
+    known. `num_coming_blocks`: how many it holds, at least, once it has computed the prompts that wait there; never
+    fewer. `num_queued_tokens`: tokens of these prompts that it has to compute. Nodes of the same `core_table`, if it is
+    not empty, lend each other cores."""
 
     node_id: str
     num_held_blocks: int
+    num_coming_blocks: int
     num_queued_tokens: int
     core_table: str = ""
 
@@ -53,6 +56,7 @@ class DecodeCandidate:
 
     node_id: str
     num_held_blocks: int
+    num_coming_blocks: int
     num_queued_tokens: int
     num_sequences: int
     num_free_blocks: int
@@ -176,7 +180,7 @@ _MOVED_TOKEN = 0.1  # fetch one token's KV from another node
 # One more output in a decode node's running batch: each of its steps takes about one prompt token's time longer, and 64
 # is an output's length. What one request fetches, later ones find: a costly prefix must not hold all of them together.
 _SEQUENCE = 64.0
-_WAITING_SEQUENCE = 8 * _SEQUENCE  # one output that begins only when another one has ended
+_WAITING = 8  # times the price of an output that begins only when another one has ended
 _TOKEN_BESIDE_DECODES = 0.75  # compute one prompt token in the slack of steps that decode on all cores
 _LACKING_TOKEN = 8.0  # one token without a free slot at the decode node: the request waits or preempts
 
@@ -184,16 +188,22 @@ _LACKING_TOKEN = 8.0  # one token without a free slot at the decode node: the re
 class PrefixAware:
     """The policy that takes the cheapest nodes, by what they hold and how busy they are.
 
-    Costs are in units of computing one prompt token. With h leading tokens held by a node and H the most that any
-    holds:
+    Costs are in units of computing one prompt token. With h leading tokens held by a node, c held once it has computed
+    what waits there, and H the most that any node holds:
 
-        prefill node = (prompt - max(h, H)) + MOVED_TOKEN * max(0, H - h) + queued tokens
-        decode node  = MOVED_TOKEN * (prompt - h) + queued tokens + SEQUENCE * (its sequences + n)
-                       + WAITING_SEQUENCE * max(0, its sequences + n - max_num_seqs)
+        prefill node = (prompt - max(c, H)) + MOVED_TOKEN * max(0, H - c) + queued tokens
+        decode node  = the prompt + queued tokens
+                       + SEQUENCE * (its sequences + n + WAITING * max(0, its sequences + n - max_num_seqs))
                        + LACKING_TOKEN * max(0, prompt - h + n * block_size - free tokens)
 
-    Each choice takes its own minimum, that of the prefill node among those whose KV gets to the decode node. Among
-    equally cheap nodes the one that holds more wins, and equal ones take turns.
+    where the prompt is the cheapest prefill node + MOVED_TOKEN * (prompt - c). Without one, or if c > H at any decode
+    node and it is less, it is what computing there costs, which delays the sequences that decode:
+
+        (prompt - max(c, H)) * (1 + sequences that decode there) + MOVED_TOKEN * max(0, H - c)
+
+    The cheapest decode node is taken, then the cheapest prefill node whose KV gets to it. Among equally cheap nodes the
+    one that holds more wins, and equal ones take turns. (Cf. Preble, ICLR 2025, on prompts that follow others with the
+    same beginning.)
 
     The decode node prefills by itself (conditional disaggregation) in five cases. It then fetches what others hold,
     but in the second. "Missing" are the tokens that neither it nor anyone whose KV gets to it holds:
@@ -222,15 +232,21 @@ class PrefixAware:
     scheduling.)
     """
 
-    def __init__(self, local_prefill_max_tokens: int = 64) -> None:
+    def __init__(self, local_prefill_max_tokens: int = 64, *, sequence_price: float = _SEQUENCE) -> None:
         self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._sequence_price = sequence_price
 
     def choose(self, facts: RequestFacts, candidates: Candidates) -> Placement:
-        decode = _cheapest(facts, candidates.decode, [self._decode_cost(facts, node) for node in candidates.decode])
+        most_held = max(node.num_held_blocks for node in candidates.all)
+        prefill_costs = {node.node_id: self._prefill_cost(facts, node, most_held) for node in candidates.prefill}
+        prompt_costs = self._prompt_costs(facts, candidates, most_held, prefill_costs)
+        decode_costs = [
+            cost + self._load_cost(facts, node) for cost, node in zip(prompt_costs, candidates.decode, strict=True)
+        ]
+        decode = _cheapest(facts, candidates.decode, decode_costs)
         if not (usable := candidates.prefill_for(decode)):
             return _alone(facts, decode, candidates)
-        most_held = max(node.num_held_blocks for node in candidates.all)
-        costs = [self._prefill_cost(facts, node, most_held) for node in usable]
+        costs = [prefill_costs[node.node_id] for node in usable]
         prefill = _cheapest(facts, usable, costs)
         limit = self._local_prefill_max_tokens
         if limit and facts.uncached_tokens(decode.num_held_blocks) <= limit:
@@ -252,7 +268,7 @@ class PrefixAware:
         """Returns why `decode` prefills with what it fetches from `sources`, None if `prefill` does, at which it has
         this cost."""
         held = sources[0].num_blocks if sources else decode.num_held_blocks
-        missing = facts.uncached_tokens(held)
+        missing = facts.uncached_tokens(max(held, decode.num_coming_blocks))
         if missing <= self._local_prefill_max_tokens and prefill.num_held_blocks <= decode.num_held_blocks:
             return PlacementReason.SHORT_SUFFIX
         moved_cost = _MOVED_TOKEN * (held - decode.num_held_blocks) * facts.block_size
@@ -275,20 +291,42 @@ class PrefixAware:
         return _refill(facts, _cheapest(facts, candidates.prefill, costs), candidates)
 
     def _prefill_cost(self, facts: RequestFacts, node: PrefillCandidate, most_held: int) -> float:
-        moved = (most_held - node.num_held_blocks) * facts.block_size
-        return facts.uncached_tokens(most_held) + _MOVED_TOKEN * moved + node.num_queued_tokens
+        return _prompt_cost(facts, node, most_held) + node.num_queued_tokens
 
-    def _decode_cost(self, facts: RequestFacts, node: DecodeCandidate) -> float:
-        absent = max(0, facts.num_prompt_tokens - node.num_held_blocks * facts.block_size)
+    def _prompt_costs(
+        self, facts: RequestFacts, candidates: Candidates, most_held: int, prefill_costs: Mapping[str, float]
+    ) -> Iterator[float]:
+        """Yields what the prompt costs at each decode node."""
+        follows = any(node.num_coming_blocks > most_held for node in candidates.decode)
+        cheapest = min(prefill_costs.values(), default=math.inf)
+        for node in candidates.decode:
+            if candidates.broken:
+                usable = candidates.prefill_for(node)
+                cheapest = min((prefill_costs[other.node_id] for other in usable), default=math.inf)
+            absent = max(0, facts.num_prompt_tokens - node.num_coming_blocks * facts.block_size)
+            cost = cheapest + _MOVED_TOKEN * absent
+            if math.isinf(cost) or (follows and self._local_prefill_max_tokens):
+                cost = min(cost, _prompt_cost(facts, node, most_held, num_delayed=node.num_decoding))
+            yield cost
+
+    def _load_cost(self, facts: RequestFacts, node: DecodeCandidate) -> float:
         lacking = max(0, facts.num_new_blocks(node.num_held_blocks) - node.num_free_blocks)
         num_sequences = node.num_sequences + facts.num_outputs
         return (
-            _MOVED_TOKEN * absent
-            + node.num_queued_tokens
-            + _SEQUENCE * num_sequences
-            + _WAITING_SEQUENCE * max(0, num_sequences - node.max_num_seqs)
+            node.num_queued_tokens
+            + self._sequence_price * (num_sequences + _WAITING * max(0, num_sequences - node.max_num_seqs))
             + _LACKING_TOKEN * lacking * facts.block_size
         )
+
+
+def _prompt_cost(
+    facts: RequestFacts, node: PrefillCandidate | DecodeCandidate, most_held: int, *, num_delayed: int = 0
+) -> float:
+    """Returns what it costs a node to prefill, with up to `most_held` blocks from others, while `num_delayed` sequences
+    wait for each token that it computes."""
+    moved = max(0, most_held - node.num_coming_blocks) * facts.block_size
+    computed = facts.uncached_tokens(max(most_held, node.num_coming_blocks))
+    return computed * (1 + num_delayed) + _MOVED_TOKEN * moved
 
 
 def make_policy(name: str, *, local_prefill_max_tokens: int) -> Policy:

@@ -13,6 +13,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
+from router.nodes.coming_prompts import ComingPrompts
 from router.nodes.links import Links
 from router.nodes.outlier import Outlier
 
@@ -37,9 +38,10 @@ class NodeHandle:
     and `on_live` when the node takes requests from now on.
 
     `num_queued_tokens`: prompt tokens that this router sent and that, as far as it knows, are not computed yet.
-    `num_sequences`: outputs that this router has on the node. `num_claimed_blocks`: blocks that requests which were
-    placed since `load` came need there. All three are ahead of `load`, which counts the requests of all routers but
-    comes late. `outages`: of what requests need there. `links`: of a decode node, those from prefill nodes.
+    `coming`: the prompts that these are of. `num_sequences`: outputs that this router has on the node.
+    `num_claimed_blocks`: blocks that requests which were placed since `load` came need there. All four are ahead of
+    `load`, which counts the requests of all routers but comes late. `outages`: of what requests need there. `links`: of
+    a decode node, those from prefill nodes.
     """
 
     address: str
@@ -61,6 +63,7 @@ class NodeHandle:
     on_live: Callable[[], None] = lambda: None
     watched: tuple[int, int] | None = None  # epoch and sequence number of the last event that the index has
     num_queued_tokens: int = 0
+    coming: ComingPrompts = field(default_factory=ComingPrompts)
     num_sequences: int = 0
     num_claimed_blocks: int = 0
 

@@ -7,13 +7,15 @@ Invariant: a placement has only nodes that were live when it was made and can se
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 from kvrelay.core.errors import UnavailableError
-from kvrelay.core.kv.block_hash import BlockHash, block_hashes
+from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.kv.source import HeldBlocks, KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes.coming_prompts import Beginnings, beginnings
 from router.nodes.node import NodeHandle, NodeState
 from router.nodes.registry import Registry
 from router.policy import (
@@ -32,6 +34,23 @@ from router.relay.resolved_placement import ClientT, NodePlacement, PrefillPlace
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt, and how many of its leading blocks nodes hold, by their ids."""
+
+    facts: RequestFacts
+    held: Mapping[str, int]
+    beginnings: Beginnings
+
+    def num_held_blocks(self, node: NodeHandle) -> int:
+        return self.held.get(node.source.node_id, 0)
+
+    def num_coming_blocks(self, node: NodeHandle) -> int:
+        """Returns how many blocks the node holds once it has computed what this router has sent it."""
+        num_common_tokens = node.coming.num_common_tokens(self.beginnings)
+        return max(self.num_held_blocks(node), num_common_tokens // self.facts.block_size)
 
 
 class Placer:
@@ -79,14 +98,15 @@ class Placer:
                 f"outputs of {node_request.max_num_tokens} tokens, prompt included"
                 + (" and that it has not lost" if lost and not last_resort else "")
             )
-        facts, held = self._facts(node_request, next(self._numbers))
-        placement = self._policy.choose(facts, _candidates(usable, held))
+        prompt = self._prompt(node_request, next(self._numbers))
+        placement = self._policy.choose(prompt.facts, _candidates(usable, prompt))
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
-        usable[placement.decode].num_claimed_blocks += facts.num_new_blocks(held.get(placement.decode, 0))
-        decode = _resolved(self._decode_clients, placement.decode, placement.decode_sources, facts, usable, held)
+        chosen = usable[placement.decode]
+        chosen.num_claimed_blocks += prompt.facts.num_new_blocks(prompt.num_held_blocks(chosen))
+        decode = _resolved(self._decode_clients, placement.decode, placement.decode_sources, usable, prompt)
         prefill = None
         if placement.prefill is not None:
-            prefill = _resolved(self._prefill_clients, placement.prefill, placement.sources, facts, usable, held)
+            prefill = _resolved(self._prefill_clients, placement.prefill, placement.sources, usable, prompt)
         return ResolvedPlacement(decode, prefill, placement.reason is PlacementReason.SHARED_CORES)
 
     def refill(
@@ -95,11 +115,11 @@ class Placer:
         """Returns a prefill node that is not among the `lost` ones, for blocks of so many tokens that the decode node
         `reader` waits for in vain; None if it shall compute them."""
         usable = self._usable(node_request, lost | set(reader.links.broken()))
-        facts, held = self._facts(node_request, next(self._refill_numbers))
-        refill = self._policy.refill(facts, _candidates(usable, held), num_missing_tokens)
+        prompt = self._prompt(node_request, next(self._refill_numbers))
+        refill = self._policy.refill(prompt.facts, _candidates(usable, prompt), num_missing_tokens)
         if refill is None:
             return None
-        return _resolved(self._prefill_clients, refill.prefill, refill.sources, facts, usable, held)
+        return _resolved(self._prefill_clients, refill.prefill, refill.sources, usable, prompt)
 
     def is_live(self, node: KVSource) -> bool:
         """Tells whether a node can be used now, and not another process at its address."""
@@ -127,38 +147,33 @@ class Placer:
                     usable[node.source.node_id] = node
         return usable
 
-    def _facts(self, node_request: NodeRequest, number: int) -> tuple[RequestFacts, dict[str, int]]:
-        """Returns what the policy has to know of the request, and how many of its leading blocks each node holds."""
-        block_size = node_request.kv_namespace.block_size
-        facts = RequestFacts(number, len(node_request.token_ids), node_request.sampling.n, block_size)
-        return facts, self._registry.index.leading(_names(node_request))
+    def _prompt(self, node_request: NodeRequest, number: int) -> _Prompt:
+        namespace, token_ids = node_request.kv_namespace, node_request.token_ids
+        facts = RequestFacts(number, len(token_ids), node_request.sampling.n, namespace.block_size)
+        if node_request.sampling.prompt_logprobs is not None:  # all of it is computed, so no block counts as held
+            return _Prompt(facts, {}, ())
+        root = namespace.root(cache_salt=node_request.cache_salt)
+        names = block_hashes(root, token_ids, namespace.block_size, include_partial=True)
+        return _Prompt(facts, self._registry.index.leading(names), beginnings(root, token_ids))
 
 
 def _resolved(
     clients: Mapping[str, ClientT],
     node_id: str,
     hints: Sequence[SourceHint],
-    facts: RequestFacts,
     nodes: Mapping[str, NodeHandle],
-    held: Mapping[str, int],
+    prompt: _Prompt,
 ) -> NodePlacement[ClientT]:
     """Returns a node that the policy has chosen, with its client (`clients` are by address), and notes that it gets a
-    request. `hints` are its sources, `nodes` those that it chose among, and `held` how many leading blocks each of them
-    holds."""
+    request. `hints` are its sources, and `nodes` those that it chose among."""
     node = nodes[node_id]
     node.outlier.placed()
     sources = tuple(HeldBlocks(nodes[hint.node_id].source, hint.num_blocks) for hint in hints)
-    most_held = max([held.get(node_id, 0), *(source.num_blocks for source in sources)])
-    return NodePlacement(node, clients[node.address], node.source, sources, facts.uncached_tokens(most_held))
-
-
-def _names(node_request: NodeRequest) -> Iterable[BlockHash]:
-    """Returns the names of the blocks of the given tokens, including the partial tail. A request with prompt
-    log-probabilities computes its whole prompt, so it gets no names: for it, no block counts as held."""
-    if node_request.sampling.prompt_logprobs is not None:
-        return ()
-    root = node_request.kv_namespace.root(cache_salt=node_request.cache_salt)
-    return block_hashes(root, node_request.token_ids, node_request.kv_namespace.block_size, include_partial=True)
+    num_found_blocks = max([prompt.num_coming_blocks(node), *(source.num_blocks for source in sources)])
+    num_uncached_tokens = prompt.facts.uncached_tokens(num_found_blocks)
+    return NodePlacement(
+        node, clients[node.address], node.source, sources, num_uncached_tokens, beginnings=prompt.beginnings
+    )
 
 
 def _suits(node_request: NodeRequest, lost: Set[KVSource], node: NodeDescription) -> bool:
@@ -176,14 +191,15 @@ def _has_decode_node(nodes: Mapping[str, NodeHandle]) -> bool:
     return any(node.role is NodeRole.DECODE for node in nodes.values())
 
 
-def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Candidates:
+def _candidates(nodes: Mapping[str, NodeHandle], prompt: _Prompt) -> Candidates:
     """Returns the nodes as the policy sees them. A node's own counts lag behind, and ours know nothing of other
     routers: the larger of the two is nearer to the truth."""
     return Candidates(
         prefill=tuple(
             PrefillCandidate(
                 node_id=node_id,
-                num_held_blocks=held.get(node_id, 0),
+                num_held_blocks=prompt.num_held_blocks(node),
+                num_coming_blocks=prompt.num_coming_blocks(node),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
                 core_table=node.described.core_table,
             )
@@ -193,7 +209,8 @@ def _candidates(nodes: Mapping[str, NodeHandle], held: Mapping[str, int]) -> Can
         decode=tuple(
             DecodeCandidate(
                 node_id=node_id,
-                num_held_blocks=held.get(node_id, 0),
+                num_held_blocks=prompt.num_held_blocks(node),
+                num_coming_blocks=prompt.num_coming_blocks(node),
                 num_queued_tokens=max(node.load.num_queued_tokens, node.num_queued_tokens),
                 core_table=node.described.core_table,
                 num_sequences=max(node.load.num_requests_running + node.load.num_requests_waiting, node.num_sequences),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from kvrelay.core.kv.source import HeldBlocks, KVSource
+from router.nodes.coming_prompts import Beginnings
 from router.nodes.node import NodeHandle
 from router.relay.decode_client import DecodeClient
 from router.relay.prefill_client import PrefillClient
@@ -14,13 +15,15 @@ ClientT = TypeVar("ClientT", bound=DecodeClient | PrefillClient)
 @dataclass(frozen=True, slots=True)
 class NodePlacement(Generic[ClientT]):
     """One of the nodes. `source` identifies it as it was when the request was placed. `sources`: nodes that it may
-    fetch leading blocks from, best first. `num_uncached_tokens`: prompt tokens that it computes if it prefills."""
+    fetch leading blocks from, best first. If it prefills, it computes `num_uncached_tokens` tokens of the prompt with
+    these `beginnings`, as far as is known."""
 
     node: NodeHandle
     client: ClientT
     source: KVSource
     sources: tuple[HeldBlocks, ...]
     num_uncached_tokens: int
+    beginnings: Beginnings
 
 
 DecodePlacement = NodePlacement[DecodeClient]

@@ -75,7 +75,7 @@ def expire(nodes: Cluster, request_id: str = "r") -> None:
 
 def assert_idle(nodes: Cluster) -> None:
     for node in nodes.registry.nodes:
-        assert (node.num_queued_tokens, node.num_sequences) == (0, 0)
+        assert (node.num_queued_tokens, len(node.coming), node.num_sequences) == (0, 0, 0)
 
 
 def say(node: ScriptedDecode, request_id: str, *outputs: TokenOutput) -> None:

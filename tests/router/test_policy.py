@@ -14,41 +14,11 @@ from router.policy import (
     Policy,
     PrefillCandidate,
     PrefixAware,
-    RequestFacts,
     RoundRobin,
     SourceHint,
     make_policy,
 )
-
-BLOCK_SIZE = 16
-
-
-def facts(num_prompt_tokens: int = 1000, *, number: int = 0) -> RequestFacts:
-    return RequestFacts(number, num_prompt_tokens, 1, BLOCK_SIZE)
-
-
-def prefill(node_id: str, *, held: int = 0, queued: int = 0) -> PrefillCandidate:
-    return PrefillCandidate(node_id, held, queued)
-
-
-def decode(
-    node_id: str,
-    *,
-    held: int = 0,
-    sequences: int = 0,
-    free: int = 10_000,
-    queued: int = 0,
-    decoding: int = 0,
-    places: int = 256,
-) -> DecodeCandidate:
-    return DecodeCandidate(node_id, held, queued, sequences, free, decoding, places)
-
-
-def candidates(*nodes: PrefillCandidate | DecodeCandidate) -> Candidates:
-    return Candidates(
-        tuple(node for node in nodes if isinstance(node, PrefillCandidate)),
-        tuple(node for node in nodes if isinstance(node, DecodeCandidate)),
-    )
+from tests.router.candidates import candidates, decode, facts, prefill
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_aware"])
@@ -137,7 +107,7 @@ def test_streams_that_share_a_long_prefix_spread_over_the_decode_nodes(num_strea
     for number in range(num_streams):
         chosen = PrefixAware().choose(facts(8040, number=number), candidates(prefill("p", held=500), *nodes))
         index = int(chosen.decode[1:])
-        nodes[index] = replace(nodes[index], num_held_blocks=500, num_sequences=nodes[index].num_sequences + 1)
+        nodes[index] = decode(f"d{index}", held=500, sequences=nodes[index].num_sequences + 1)
     assert max(node.num_sequences for node in nodes) <= most
 
 

@@ -71,6 +71,7 @@ def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode])
             add(f"sessions at {address}", decode._stream._sinks)
     for handle in registry.nodes:
         add(f"queued tokens at {handle.address}", handle.num_queued_tokens)
+        add(f"prompts coming to {handle.address}", len(handle.coming))
         add(f"sequences at {handle.address}", handle.num_sequences)
         add(f"trials of links to {handle.address}", _trials(handle.links))
         add(f"{handle.address} as {handle.state.value}", handle.state.value != "live")

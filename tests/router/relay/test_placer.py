@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,29 @@ async def test_a_prompt_is_queued_at_the_node_that_computes_it_until_its_first_t
                 (await soon(nodes.prefill.calls)).finish(token(7))
             assert await first == token(7)
             assert [node.num_queued_tokens for node in nodes.registry.nodes] == [0, 0]
+
+
+async def test_a_prompt_follows_one_with_the_same_beginning_until_that_is_computed() -> None:
+    """The other node has less to compute. With prompt log-probabilities, all of a prompt is computed anywhere."""
+    long = tuple(range(600))  # two beginnings and 88 tokens
+    placed = replace(NODE_REQUEST, token_ids=long)
+    with_logprobs = replace(placed, sampling=SamplingParams(seed=1, prompt_logprobs=0))
+    async with cluster(num_prefill_nodes=2, local_prefill_max_tokens=0) as nodes:
+        followed, other = nodes.registry.prefill
+        request = RoutedRequest("r", long, SamplingParams(seed=1), NAMESPACE, timeout=60.0)
+        async with aclosing(nodes.relay.run(request)) as events:
+            first = asyncio.create_task(take(events))
+            call = await soon(nodes.prefill.calls)
+            assert (followed.num_queued_tokens, len(followed.coming)) == (600, 2)
+            other.num_queued_tokens += 550
+            for node_request, node, num_tokens in ((placed, followed, 88), (with_logprobs, other, 600)):
+                prefill = nodes.placer.place(node_request, lost=set(), last_resort=False).prefill
+                assert prefill is not None
+                assert (prefill.node, prefill.num_uncached_tokens) == (node, num_tokens)
+            other.num_queued_tokens -= 550
+            call.finish(token(7))
+            assert await first == token(7)
+            assert (followed.num_queued_tokens, len(followed.coming)) == (0, 0)
 
 
 async def test_requests_that_nodes_have_not_reported_yet_count_too() -> None:
