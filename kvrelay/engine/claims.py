@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.core.kv.layout import num_blocks_for
-from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.sequence import Sequence
 
 
@@ -25,29 +24,19 @@ class Claims:
         """Counts a sequence that holds blocks for all its given tokens."""
         self.num_places += sequence.width
 
-    def add_running(self, sequence: Sequence, pool: BlockPool) -> None:
+    def add_running(self, sequence: Sequence) -> None:
         """Counts a sequence that computes. A decode claims no block: it takes its next one when it needs it."""
         self.num_places += sequence.width
         if sequence.num_missing_tokens > 1:
-            self.num_blocks += _num_blocks_to_come(sequence, pool)
+            num_needed = num_blocks_for(sequence.num_expected_tokens, sequence.block_size)
+            self.num_blocks += num_needed - len(sequence.block_table)
 
 
-def count_claims(running: Iterable[Sequence], receiving: Iterable[Sequence], pool: BlockPool) -> Claims:
-    """Counts what all these claim. Admitting others does not change that: the blocks that these find by name are full,
-    so that nobody writes to them."""
+def count_claims(running: Iterable[Sequence], receiving: Iterable[Sequence]) -> Claims:
+    """Counts what all these claim."""
     claims = Claims()
     for sequence in running:
-        claims.add_running(sequence, pool)
+        claims.add_running(sequence)
     for sequence in receiving:
         claims.add_receiving(sequence)
     return claims
-
-
-def _num_blocks_to_come(sequence: Sequence, pool: BlockPool) -> int:
-    """Counts the blocks that a running sequence still takes for the tokens that it has: those that its table lacks, and
-    a copy of the one that it writes to next, if that is shared. No later one is."""
-    table = sequence.block_table
-    num_blocks = num_blocks_for(sequence.num_expected_tokens, sequence.block_size)
-    index = sequence.next_position // sequence.block_size
-    copies = index < min(num_blocks, len(table)) and pool.ref_count(table[index]) > 1
-    return max(0, num_blocks - len(table)) + copies

@@ -237,7 +237,7 @@ class Scheduler:
             count = self._begin(sequence, budget, copies)
             self.waiting.pop()
             self.run(sequence)
-            claims.add_running(sequence, self._pool)
+            claims.add_running(sequence)
             chosen.append((sequence, count))
             budget -= count
 
@@ -253,7 +253,7 @@ class Scheduler:
         return bool(self.reserving) and self.reserving.peek().order < self.waiting.peek().order
 
     def _claims(self) -> Claims:
-        return count_claims(self.running, self.receiving, self._pool)
+        return count_claims(self.running, self.receiving)
 
     def _has_room_for(self, sequence: Sequence, claims: Claims) -> bool:
         """Tells whether a waiting sequence could begin."""

@@ -153,7 +153,7 @@ def _prepare(options: EngineOptions, device: torch.device) -> PreparedEngine:
         loaded.model.attend_with(attention)
     layout = kv_layout(loaded, options.block_size, kv_scales)
     if device.type == "cpu":
-        size = size_pool(options, layout, model_limit=loaded.max_model_len, free_bytes=free_memory())
+        size = size_pool(options, layout, max_model_len=loaded.max_model_len, free_bytes=free_memory())
     else:
         from kvrelay.engine.gpu.startup import size_gpu_pool
 

@@ -60,8 +60,8 @@ class RequestFailure:
 @dataclass(frozen=True, slots=True)
 class EngineLoad(NodeLoad):
     """Counts at the end of a step: those that a node reports to routers, and more for the node itself.
-    `first_lacking`: the arrival number of the first sequence that lacks blocks or a place while others may overtake it,
-    0 if none does."""
+    `first_lacking`: the arrival number of the first sequence that lacks blocks while others may overtake it, 0 if none
+    does."""
 
     num_prefilled_tokens: int = 0  # computed in chunks of more than one token, since the start
     prefill_seconds: float = 0.0  # that these steps took

@@ -15,7 +15,8 @@ from types import FrameType
 def interrupts_held() -> Iterator[Callable[[], None]]:
     """Holds back Ctrl-C and yields a function that calls the program's handler for each that came: Python's own raises
     KeyboardInterrupt, and so does asyncio's for the second. The end of the context calls it, too, unless it raises
-    something else. Changes nothing in a thread that gets no signals, and where no function handles Ctrl-C."""
+    something else. A handler may put another in its place, which then gets what comes after. Changes nothing in a
+    thread that gets no signals, and where no function handles Ctrl-C."""
     came: list[FrameType | None] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -27,13 +28,21 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
         return
 
     def call_handler() -> None:
-        while came:
+        nonlocal handler
+        while came and callable(handler):
             handler(signal.SIGINT, came.pop(0))
+            if signal.getsignal(signal.SIGINT) is not note:
+                handler = signal.getsignal(signal.SIGINT)
+
+    def call_and_hold_again() -> None:
+        call_handler()
+        if callable(handler):
+            signal.signal(signal.SIGINT, note)
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield call_handler
+        yield call_and_hold_again
     finally:
-        if signal.getsignal(signal.SIGINT) is note:  # the handler may have put another in its place
+        if signal.getsignal(signal.SIGINT) is note:
             signal.signal(signal.SIGINT, handler)
     call_handler()

@@ -242,18 +242,25 @@ def test_a_request_that_waits_for_blocks_holds_none_of_those_it_has_found() -> N
     harness.engine.check_idle()
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
-def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_given_back(
-    monkeypatch: pytest.MonkeyPatch, is_cached: bool
-) -> None:
-    """A lookup takes long for a long prompt, and those that decode beside it would wait for it at each step."""
-    looked_up: list[int] = []
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records how many names each lookup of a pool is for."""
+    counts: list[int] = []
     lookup = BlockPool.lookup
 
     def counted(pool: BlockPool, names: SequenceOf[BlockHash]) -> list[int]:
-        looked_up.append(len(names))
+        counts.append(len(names))
         return lookup(pool, names)
 
+    monkeypatch.setattr(BlockPool, "lookup", counted)
+    return counts
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_given_back(
+    looked_up: list[int], is_cached: bool
+) -> None:
+    """A lookup takes long for a long prompt, and those that decode beside it would wait for it at each step."""
     harness = Harness(num_blocks=24)
     long = prompt_of(128)
     harness.engine.add(request("before", long if is_cached else prompt_of(128, 2), 1))
@@ -261,13 +268,33 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_again_until_blocks_are_give
     harness.engine.add(request("decoding", prompt_of(64, 1), 40))
     harness.step()
     harness.engine.add(request("long", long, 8))
-    monkeypatch.setattr(BlockPool, "lookup", counted)
+    looked_up.clear()
     while ("decoding", 0) not in harness.finished:
         harness.step()
     assert looked_up == [15], "once when it came, in 40 steps"
     harness.run()
     assert looked_up == [15] * 4, "twice more to see that it fits, and once to take them"
     assert harness.tokens["long", 0] == expected_output(long, 8)
+
+
+def test_of_two_requests_that_lack_blocks_only_the_first_is_looked_up_again(looked_up: list[int]) -> None:
+    """Else the two would be looked up in turn at each step: what is known of one is lost with the next lookup."""
+    harness = Harness(num_blocks=24, policy="priority")
+    harness.engine.add(request("decoding", prompt_of(64), 40))
+    harness.step()
+    looked_up.clear()
+    harness.engine.add(request("second", prompt_of(128, 1)))
+    harness.step()
+    harness.engine.add(request("first", prompt_of(128, 2), role=KVRole.CONSUME, priority=-1))
+    while ("decoding", 0) not in harness.finished:
+        harness.step()
+    assert looked_up == [15, 16]
+    harness.run()
+    harness.engine.unpin([block.block_id for block in harness.reservation("first").missing])
+    harness.engine.abort("first")
+    harness.run()
+    assert harness.finish_order == ["decoding", "second"]
+    harness.engine.check_idle()
 
 
 def test_a_request_that_fits_does_not_wait_for_what_an_aborted_one_before_it_lacked() -> None:

@@ -179,8 +179,9 @@ def test_one_scale_may_be_for_keys_and_values(with_scales: Path) -> None:
     [
         ({"1.self_attn.v_scale": None}, "tensor model.layers.1.self_attn.v_scale is missing"),
         ({"2.self_attn.k_scale": torch.ones(3)}, r"k_scale has shape \[3\], not one value or one per KV head \(2\)"),
-        ({"0.self_attn.k_scale": torch.zeros(1)}, r"k_scale must be finite and above zero, not \[0.0\]"),
-        ({"0.self_attn.v_scale": torch.tensor([1.0, float("nan")])}, "v_scale must be finite and above zero"),
+        ({"0.self_attn.k_scale": torch.zeros(1)}, r"k_scale must be finite and at least 1.18e-38, not \[0.0\]"),
+        ({"0.self_attn.v_scale": torch.tensor([1.0, float("nan")])}, "v_scale must be finite and at least"),
+        ({"0.self_attn.v_scale": torch.tensor([1.0, 1e-39])}, "v_scale must be finite and at least"),
     ],
 )
 def test_unusable_scales_are_refused_only_with_fp8(

@@ -95,9 +95,14 @@ def test_a_program_that_handles_interrupts_itself_keeps_its_handler(llm: LLM, mo
         return step()
 
     monkeypatch.setattr(llm._engine, "step", interrupted)
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
     try:
         assert llm.generate(PROMPTS[0], GREEDY, progress=False)
+        assert signal.getsignal(signal.SIGINT) is handle
     finally:
         signal.signal(signal.SIGINT, before)
     assert set(came) == {signal.SIGINT}
@@ -121,9 +126,12 @@ def test_a_handler_that_raises_waits_until_the_step_has_ended(llm: LLM, monkeypa
         asyncio.run(program())
 
 
-def test_a_handler_may_put_another_in_its_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many programs ignore the first Ctrl-C, and let the second one end them."""
-    step = llm._engine.step
+@pytest.mark.parametrize("num_prompts", [1, 3], ids=["in a later step", "in the same step"])
+def test_a_handler_may_put_another_in_its_place(num_prompts: int, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many programs ignore the first Ctrl-C, and let the second one end them. It, too, waits until the step has ended,
+    and here each prompt's first block and its second bring one."""
+    pool = llm._engine.pool
+    allocate, num_came = pool.allocate, 0
 
     def second(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
@@ -131,15 +139,39 @@ def test_a_handler_may_put_another_in_its_place(llm: LLM, monkeypatch: pytest.Mo
     def first(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, second)
 
-    def interrupted() -> tuple[StepResult | None, bool]:
-        monkeypatch.setattr(llm._engine, "step", step)
+    def interrupted(count: int) -> list[int] | None:
+        nonlocal num_came
+        num_came += 1
+        block_ids = allocate(count)
         signal.raise_signal(signal.SIGINT)
-        return step()
+        return block_ids
 
-    monkeypatch.setattr(llm._engine, "step", interrupted)
+    monkeypatch.setattr(pool, "allocate", interrupted)
     before = signal.signal(signal.SIGINT, first)
     try:
-        assert llm.generate(PROMPTS[0], GREEDY, progress=False)
+        with pytest.raises(TimeoutError):
+            llm.generate(PROMPTS[:num_prompts], SamplingParams(max_tokens=32, ignore_eos=True), progress=False)
         assert signal.getsignal(signal.SIGINT) is second
     finally:
         signal.signal(signal.SIGINT, before)
+    assert num_came == max(2, num_prompts)
+
+
+def test_a_handler_may_have_the_next_interrupt_end_the_process(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm._engine.step
+    in_place: list[object] = []
+
+    def interrupted() -> tuple[StepResult | None, bool]:
+        in_place.append(signal.getsignal(signal.SIGINT))
+        if len(in_place) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    before = signal.signal(signal.SIGINT, lambda number, frame: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    try:
+        assert llm.generate(PROMPTS[0], GREEDY, progress=False)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(in_place[1:]) == {signal.SIG_DFL}

@@ -41,7 +41,7 @@ def size_gpu_pool(options: EngineOptions, loaded: LoadedModel, layout: KVLayout)
     _logger.info("profiled in %.1f s", time.monotonic() - start)
     utilization = options.gpu_memory_utilization or DEFAULT_UTILIZATION / options.nodes_per_device
     num_blocks = blocks_that_fit(profile, layout, utilization=utilization, num_blocks=options.num_blocks)
-    return fit_length(options, layout, num_blocks, model_limit=loaded.max_model_len)
+    return fit_length(options, layout, num_blocks, max_model_len=loaded.max_model_len)
 
 
 def gpu_runner(options: EngineOptions, loaded: LoadedModel, kv_pool: Tensor, max_model_len: int) -> Runner:

@@ -1,7 +1,6 @@
 """All decoder layers as a stack of compiled layers, if the compiled kernels support the model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,24 +19,8 @@ if TYPE_CHECKING:
     from paged_kernels.cpu.layer_stack import LayerStack, StackedLayer
 
 
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """The weights of one decoder layer, with its linear layers packed. `qkv` computes query, key and value, `output`
-    the attention's output, and `gate_up` gate and up. `window` is how many tokens a query sees, None for all."""
-
-    qkv: LinearLayer
-    output: LinearLayer
-    gate_up: LinearLayer
-    down: LinearLayer
-    input_norm: Tensor
-    norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    window: int | None
-
-
 def layer_stack(
-    layers: Sequence[LayerParts],
+    layers: "Iterable[StackedLayer | None]",
     backend: AttentionBackend,
     *,
     final_norm: Tensor,
@@ -47,19 +30,22 @@ def layer_stack(
     num_kv_heads: int,
     head_dim: int,
 ) -> "LayerStack | None":
-    """Returns the stack, or None unless the model computes in bfloat16 on a CPU, all its linear layers can be stacked,
-    the kernels were compiled, and `backend` uses them."""
+    """Returns the stack, or None unless the model computes in bfloat16 on a CPU, the kernels were compiled, `backend`
+    uses them, and no layer is None. `layers` are only iterated over if the other conditions hold."""
     if load_extension() is None or final_norm.dtype is not torch.bfloat16 or final_norm.device.type != "cpu":
         return None
     from paged_kernels.cpu.layer_stack import LayerStack  # needs the extension
     from paged_kernels.cpu.native import NativeBackend
 
-    stacked = [_stacked(layer) for layer in layers]
-    complete = [layer for layer in stacked if layer is not None]
-    if len(complete) != len(stacked) or not isinstance(backend, NativeBackend):
+    if not isinstance(backend, NativeBackend):
         return None
+    stacked: list[StackedLayer] = []
+    for layer in layers:
+        if layer is None:
+            return None
+        stacked.append(layer)
     return LayerStack(
-        complete,
+        stacked,
         final_norm=final_norm,
         eps=eps,
         scale=scale,
@@ -70,27 +56,8 @@ def layer_stack(
     )
 
 
-def _stacked(layer: LayerParts) -> "StackedLayer | None":
-    from paged_kernels.cpu.layer_stack import StackedLayer
-
-    qkv, output = _projection(layer.qkv), _projection(layer.output)
-    gate_up, down = _projection(layer.gate_up), _projection(layer.down)
-    if qkv is None or output is None or gate_up is None or down is None:
-        return None
-    return StackedLayer(
-        qkv=qkv,
-        output=output,
-        gate_up=gate_up,
-        down=down,
-        input_norm=layer.input_norm,
-        norm=layer.norm,
-        query_norm=layer.query_norm,
-        key_norm=layer.key_norm,
-        window=layer.window,
-    )
-
-
-def _projection(linear: LinearLayer) -> "Projection | None":
+def stacked_linear(linear: LinearLayer) -> "Projection | None":
+    """Returns a packed linear layer as a stack takes it; None if it cannot be stacked. Needs the compiled kernels."""
     from paged_kernels.cpu.layer_stack import projection
 
     if isinstance(linear, Linear | QuantizedLinear | PrequantizedLinear):

@@ -1,7 +1,7 @@
 """The scales of an FP8 KV cache that a checkpoint contains, as calibration tools publish them.
 
 A layer has one tensor for K and one for V, each of one value or of one value per KV head. Invariant: the scales are
-finite float32 values above zero, for all layers or for none.
+finite, normal float32 values above zero, for all layers or for none.
 """
 
 import re
@@ -20,6 +20,7 @@ from kvrelay.engine.models.model_config import ModelConfig
 # AutoFP8, of vLLM, of ModelOpt, and the older name of one scale for both K and V.
 _KEY_NAMES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale")
 _VALUE_NAMES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "kv_scale")
+_LEAST = torch.finfo(torch.float32).tiny  # K and V are multiplied by 1 / scale, which may be infinite for less
 _ANY_NAME = re.compile(
     r"model\.layers\.\d+\.self_attn\.(" + "|".join(map(re.escape, sorted({*_KEY_NAMES, *_VALUE_NAMES}))) + ")"
 )
@@ -53,6 +54,6 @@ def _of_heads(tensors: Mapping[str, StoredTensor], layer: int, endings: Sequence
         raise ModelLoadError(
             f"tensor {name} has shape {list(stored.shape)}, not one value or one per KV head ({num_kv_heads})"
         )
-    if not bool((stored.isfinite() & (stored > 0)).all()):
-        raise ModelLoadError(f"tensor {name} must be finite and above zero, not {stored.flatten().tolist()}")
+    if not bool((stored.isfinite() & (stored >= _LEAST)).all()):
+        raise ModelLoadError(f"tensor {name} must be finite and at least {_LEAST:.3g}, not {stored.flatten().tolist()}")
     return stored.flatten().expand(num_kv_heads)

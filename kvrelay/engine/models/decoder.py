@@ -13,7 +13,7 @@ from paged_kernels.base import AttentionBackend, AttentionMetadata, LastTokens
 from paged_kernels.fused import add_rms_norm, rms_norm, silu_mul
 from torch import Tensor
 
-from kvrelay.engine.layers.layer_stack import LayerParts, layer_stack
+from kvrelay.engine.layers.layer_stack import layer_stack, stacked_linear
 from kvrelay.engine.layers.linear import Linear, LinearLayer, make_linear, make_plain_linear
 from kvrelay.engine.layers.quantized_linear import QuantizedLinear
 from kvrelay.engine.layers.rotary import RotaryTable
@@ -21,7 +21,7 @@ from kvrelay.engine.layers.weight_format import Slot, WeightFormat, slot_of
 from kvrelay.engine.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from paged_kernels.cpu.layer_stack import LayerStack  # it needs the extension
+    from paged_kernels.cpu.layer_stack import LayerStack, StackedLayer  # they need the extension
 
 _EMBEDDING = "model.embed_tokens"  # its name in the checkpoint
 
@@ -138,13 +138,19 @@ class DecoderLayer:
         for linear in self.linear_layers():
             linear.pack()
 
-    def parts(self) -> LayerParts:
+    def stacked(self) -> "StackedLayer | None":
+        """Returns the packed layer for a stack; None if it cannot be stacked. Needs the compiled kernels."""
+        from paged_kernels.cpu.layer_stack import StackedLayer
+
         attention = self.attention
-        return LayerParts(
-            qkv=attention.qkv,
-            output=attention.output,
-            gate_up=self.mlp.gate_up,
-            down=self.mlp.down,
+        qkv, output, gate_up, down = map(stacked_linear, self.linear_layers())
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        return StackedLayer(
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
             input_norm=self.input_norm,
             norm=self.post_attention_norm,
             query_norm=attention.query_norm,
@@ -263,7 +269,7 @@ class DecoderForCausalLM:
             return None
         attention = self.layers[0].attention
         return layer_stack(
-            [layer.parts() for layer in self.layers],
+            (layer.stacked() for layer in self.layers),
             attention.backend,
             final_norm=self.norm,
             eps=self.config.rms_norm_eps,

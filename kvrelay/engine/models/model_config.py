@@ -116,7 +116,7 @@ def _convert(
         raise ModelLoadError(f"{path}: hidden_act: {parsed['hidden_act']!r} is not supported; supported is 'silu'")
     if not parsed["is_causal"]:  # which transformers takes for attention in both directions
         raise ModelLoadError(f"{path}: is_causal: {parsed['is_causal']} is not supported; supported is true")
-    attention_bias = _switch(parsed, "attention_bias", path)
+    attention_bias = family in ("llama", "qwen3") and _switch(parsed, "attention_bias", path)
     max_positions = _exact_positions(parsed, path)
     rope = _rope(parsed["rope_parameters"], max_positions, head_dim, path)
     if parsed.get(_DUAL_CHUNKS) is not None and rope.kind is not RopeKind.DEFAULT:
@@ -134,8 +134,8 @@ def _convert(
         rope=rope,
         max_position_embeddings=max_positions,
         tie_word_embeddings=_switch(parsed, "tie_word_embeddings", path),
-        qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and attention_bias),
-        output_bias=family in ("llama", "qwen3") and attention_bias,
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=attention_bias,
         mlp_bias=family == "llama" and _switch(parsed, "mlp_bias", path),
         qk_norm=family == "qwen3",
         sliding_windows=_sliding_windows(parsed, family, path),

@@ -1,5 +1,6 @@
 """The compiled stack of decoder layers gives the results of the layers one by one, to the bit."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from paged_kernels.registry import select_backend
 from torch import Tensor
 
 from kvrelay.core.config.option_types import DTypeName, Quantization
+from kvrelay.engine.layers import layer_stack
 from kvrelay.engine.models.decoder import DecoderForCausalLM
 from tests.engine import load_on_cpu
 from tests.engine.paged_run import PagedRun
@@ -80,6 +82,14 @@ def test_models_that_the_kernels_do_not_support_have_no_stack(tmp_path: Path) ->
     assert load(scattered.directory, "none").stack is None
     assert load(make_tiny_model("llama", tmp_path), "int8", "float32").stack is None
     model = load(make_tiny_model("llama", tmp_path), "int8")
+    model.attend_with(ReferenceBackend())
+    assert model.stack is None
+
+
+def test_without_the_compiled_kernels_there_is_no_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(make_tiny_model("llama", tmp_path), "int8")
+    monkeypatch.setattr(layer_stack, "load_extension", lambda: None)
+    monkeypatch.setitem(sys.modules, "paged_kernels.cpu.layer_stack", None)  # it cannot be imported any more
     model.attend_with(ReferenceBackend())
     assert model.stack is None
 

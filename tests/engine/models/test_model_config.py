@@ -47,6 +47,15 @@ def test_what_would_change_tokens_is_refused(
             load_model_config(_save(tmp_path, family, fields))
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+@pytest.mark.parametrize("attention_bias", [None, True])
+def test_a_bias_that_the_family_does_not_have_changes_nothing(
+    family: str, attention_bias: bool | None, tmp_path: Path
+) -> None:
+    config = load_model_config(_save(tmp_path, family, {"attention_bias": attention_bias}))
+    assert (config.qkv_bias, config.output_bias) == (family == "qwen2", False)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("window", [None, 24])
 def test_a_window_that_no_layer_has_changes_nothing(family: str, window: int | None, tmp_path: Path) -> None:
