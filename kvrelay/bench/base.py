@@ -114,8 +114,9 @@ class RequestRecord:
 
     index: int
     kind: str
-    scheduled: float  # when it was to be sent; what `sent` is later is the client's delay or the wait for a place
-    sent: float
+    scheduled: float  # when it was to be sent
+    due: float  # when it could be sent: `scheduled`, or when its place became free if that was later
+    sent: float  # what it is later than `due` is the client's delay
     arrivals: Sequence[float]
     finished: float
     num_drawn_tokens: int  # of the prompt as it was made; as text it may be more or fewer

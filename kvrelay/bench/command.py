@@ -47,7 +47,7 @@ SETTINGS: Mapping[str, type[BenchSettings]] = {
 
 def bench(argv: Sequence[str]) -> int:
     """Runs one command line and returns its exit status: 0 when every request ended well and every file was written,
-    130 after Ctrl-C, 2 for an unknown command, otherwise 1."""
+    130 after Ctrl-C or SIGTERM, 2 for an unknown command, otherwise 1."""
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(USAGE, end="")
         return 0 if argv else 2

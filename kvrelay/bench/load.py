@@ -1,7 +1,7 @@
 """Runs sessions against a client and records every request.
 
 1. First requests are built in the order of arrival, ahead of their time, so many at most. When these are ready, or all
-   that are to be sent at once at the beginning if they fit in memory, the load begins.
+   that are sent at the beginning if they fit in memory, the load begins.
 2. A session waits for its time, then for a free place when concurrency is limited.
 3. It sends its request and reads the whole answer; the record is made even when the request fails or is cut.
 4. A conversation hears the answer and asks again; other sessions start afresh, after a failure not at once.
@@ -13,8 +13,9 @@ Invariant: when `run` returns or is cancelled, every request that was sent has e
 import asyncio
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from kvrelay.bench.base import CANCELLED, Answer, Client, Failure, RequestRecord
@@ -36,9 +37,8 @@ class Load:
     """One run of sessions.
 
     `records` grows while it runs, and `num_failed` and `num_output_tokens` are sums over it: it may hold millions, too
-    many to look at while others arrive. `running` holds the answers that are still coming. `limit_was_reached` tells
-    that a session had to wait for its place. `longest_stall` is the longest time in seconds for which this process's
-    loop did not turn, so that nothing that arrived was noticed.
+    many to look at while others arrive. `running` holds the answers that are still coming. `longest_stall` is the
+    longest time in seconds for which this process's loop did not turn, so that nothing that arrived was noticed.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Load:
         self._clock = clock
         self._max_concurrency = max_concurrency
         self._places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._free_since = deque([0.0] * (max_concurrency or 0))  # of each free place, the longest free one first
         self._num_ready = 0
         self._one_began = asyncio.Event()
         self._started, self._cpu_started = clock.now(), time.process_time()
@@ -57,7 +58,6 @@ class Load:
         self.num_failed = 0
         self.num_output_tokens = 0
         self.running: dict[int, Answer] = {}
-        self.limit_was_reached = False
         self.longest_stall = 0.0
 
     @property
@@ -90,10 +90,9 @@ class Load:
             await end_tasks(watching)
 
     async def _first(self, arrivals: Iterator[tuple[int, Session]], *, num_at_once: int) -> list[_Built]:
-        """Builds the requests that are ready when the load begins. `num_at_once` of them are to be sent then, unless
-        some have to wait for a place."""
-        may_all_run = self._max_concurrency is None or num_at_once <= self._max_concurrency
-        wanted = num_at_once if may_all_run else 0
+        """Builds the requests that are ready when the load begins. `num_at_once` of them are to be sent then, as far as
+        there are places."""
+        wanted = num_at_once if self._max_concurrency is None else min(num_at_once, self._max_concurrency)
         first: list[_Built] = []
         num_tokens = 0
         while len(first) < MAX_READY or (len(first) < wanted and num_tokens < _MAX_TOKENS_AT_ONCE):
@@ -113,11 +112,11 @@ class Load:
     async def _run_session(self, session: Session, requests: SessionRequests, request: ReadyRequest | None) -> None:
         scheduled = session.at
         await self._sleep_until(scheduled)
-        async with self._place():
+        async with self._place() as free_since:
             self._num_ready -= 1
             self._one_began.set()
             while request is not None and (session.until is None or self.elapsed < session.until):
-                answer = await self._run_request(request, scheduled)
+                answer = await self._run_request(request, scheduled, due=max(scheduled, free_since))
                 if answer.failure is not None and session.is_conversation:
                     return
                 pause = session.think_time if answer.failure is None else _PAUSE_AFTER_FAILURE_SECONDS
@@ -127,19 +126,26 @@ class Load:
                 if request is not None:
                     await self._sleep_until(scheduled)
 
-    def _place(self) -> AbstractAsyncContextManager[None]:
-        """Returns what a session holds from its first request to its last, and notes whether it has to wait for it."""
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[float]:
+        """Waits for the place that a session holds from its first request to its last, and yields since when it was
+        free."""
         if self._places is None:
-            return nullcontext()
-        self.limit_was_reached |= self._places.locked()
-        return self._places
+            yield 0.0
+            return
+        async with self._places:
+            free_since = self._free_since.popleft()
+            try:
+                yield free_since
+            finally:
+                self._free_since.append(self.elapsed)
 
     async def _sleep_until(self, at: float) -> None:
         """Returns at `at` seconds since the load began, never earlier: a loop's timers may be."""
         while (wait := at - self.elapsed) > 0:  # noqa: ASYNC110  # time is all that it waits for
             await asyncio.sleep(wait)
 
-    async def _run_request(self, request: ReadyRequest, scheduled: float) -> Answer:
+    async def _run_request(self, request: ReadyRequest, scheduled: float, *, due: float) -> Answer:
         index = self._num_sent
         self._num_sent += 1
         answer = self.running[index] = Answer(sent=self._clock.now())
@@ -150,7 +156,7 @@ class Load:
             raise
         finally:
             del self.running[index]
-            self._note(self._record(index, request, answer, scheduled))
+            self._note(self._record(index, request, answer, scheduled, due))
         return answer
 
     def _note(self, record: RequestRecord) -> None:
@@ -158,7 +164,7 @@ class Load:
         self.num_failed += record.failure is not None
         self.num_output_tokens += record.num_output_tokens
 
-    def _record(self, index: int, request: ReadyRequest, answer: Answer, scheduled: float) -> RequestRecord:
+    def _record(self, index: int, request: ReadyRequest, answer: Answer, scheduled: float, due: float) -> RequestRecord:
         spec = request.spec
         finished = self._clock.now() if answer.finished is None else answer.finished
         if answer.failure is None and not answer.arrivals:
@@ -167,6 +173,7 @@ class Load:
             index=index,
             kind=spec.kind,
             scheduled=scheduled,
+            due=due,
             sent=answer.sent - self._started,
             # A run may hold millions of them: in a tuple each would take four times as much memory.
             arrivals=array("d", (arrival - self._started for arrival in answer.arrivals)),

@@ -3,8 +3,8 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from kvrelay.bench.base import Client, Generation
 from kvrelay.bench.plan import plan_warmup, plans_of
@@ -17,29 +17,40 @@ from kvrelay.core.process.extras import require_extra
 
 
 async def measure(settings: BenchSettings) -> tuple[str, list[RunResult]]:
-    """Returns the model's name and a result per plan, fewer when Ctrl-C interrupts it, none when it interrupts the
-    warm-up. Raises KVRelayError when nothing can be measured; ends the process when the server needs a package that is
-    not installed."""
+    """Returns the model's name and a result per plan, fewer when Ctrl-C or SIGTERM interrupts it, none when it
+    interrupts the warm-up. Raises KVRelayError when nothing can be measured; ends the process when the server needs a
+    package that is not installed."""
     plans = plans_of(settings)
     clock = MonotonicClock()
     async with _client(settings, clock) as client:
         model = await client.resolve_model(settings.model)
         builder = PromptBuilder(_vocabulary(settings, model), settings.effective_prompt_format, seed=settings.seed)
-        interrupted = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, interrupted.set)
         progress = settings.progress == "on" or (settings.progress == "auto" and sys.stderr.isatty())
-        runner = Runner(client, builder, clock, settings.slos, interrupted, progress)
-        try:
+        with _set_by_signals() as interrupted:
+            runner = Runner(client, builder, clock, settings.slos, interrupted, progress)
             await runner.warm_up(plan_warmup(settings, plans[0]))
             results: list[RunResult] = []
             for plan in plans:
                 if interrupted.is_set():
                     break
                 results.append(await runner.measure(plan))
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
     return model, results
+
+
+@contextmanager
+def _set_by_signals() -> Iterator[asyncio.Event]:
+    """Yields an event that Ctrl-C sets, and SIGTERM, as `timeout` and batch systems send it. Afterwards both do again
+    what they did before, such as ending another program's servers."""
+    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        loop.add_signal_handler(number, interrupted.set)
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 @asynccontextmanager

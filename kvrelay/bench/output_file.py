@@ -13,7 +13,7 @@ def check_writable(flag: str, path: Path) -> None:
     with errors_naming(flag, path):
         path.open("ab").close()
         if not existed:
-            path.unlink()
+            path.resolve().unlink()  # of a link, what it names
 
 
 @contextmanager

@@ -69,14 +69,15 @@ def _knee_line(results: Sequence[RunResult], knee: RunResult | None, slos: Slos,
 
 
 def _lines(summary: Summary, slos: Slos | None) -> Iterator[str]:
+    within = f" ({summary.num_within} within --duration)" if summary.num_within < summary.num_completed else ""
     cut = f", {summary.num_cancelled} cut off" if summary.num_cancelled else ""
     yield (
-        f"  {summary.num_completed} requests completed, {summary.num_failed} failed{cut}, in {summary.seconds:.1f} s; "
-        f"{summary.prompt_tokens} prompt tokens, {summary.output_tokens} output tokens"
+        f"  {summary.num_completed} requests completed{within}, {summary.num_failed} failed{cut}, in "
+        f"{summary.seconds:.1f} s; {summary.prompt_tokens} prompt tokens, {summary.output_tokens} output tokens"
     )
     yield (
         f"  {summary.requests_per_second:.2f} requests/s, {summary.output_tokens_per_second:.1f} output tokens/s, "
-        f"{summary.total_tokens_per_second:.1f} total tokens/s"
+        f"{summary.total_tokens_per_second:.1f} total tokens/s, {summary.mean_running:.1f} requests at a time"
     )
     if slos is not None and summary.goodput is not None:
         good = summary.goodput
@@ -97,7 +98,9 @@ def _notes(result: RunResult) -> Iterator[str]:
     if abs(result.prompt_growth - 1) > _PROMPT_GROWTH:
         yield f"the server counted {result.prompt_growth:.2f} times the prompt tokens that were asked for"
     if summary.counted_by != "usage":
-        yield f"output tokens counted by {summary.counted_by}: the server does not always send usage"
+        all_told = all(record.counted_by == "usage" for record in result.records if record.failure is None)
+        without = "requests that failed or were cut off have no" if all_told else "the server does not always send"
+        yield f"output tokens counted by {summary.counted_by}: {without} usage"
     if result.tokens_per_piece > _MANY_PER_PIECE:
         yield f"a piece held {result.tokens_per_piece:.1f} output tokens on average: ITL is the time between pieces"
     whole = sum(len(one.arrivals) == 1 < one.num_output_tokens for one in result.records if one.failure is None)
@@ -122,7 +125,7 @@ def _notes(result: RunResult) -> Iterator[str]:
         yield from _backlog_note(result.offered)
     if result.longest_wait > LATE_SECONDS:
         wait = f"{result.longest_wait * 1e3:.0f} ms"
-        yield f"with --concurrency a request was sent {wait} after its time: no latency includes this wait"
+        yield f"with --concurrency a request waited {wait} for its place: no latency includes this wait"
     if result.longest_stall > _STALL_SECONDS:
         yield f"for up to {result.longest_stall * 1e3:.0f} ms this client did not notice what arrived"
     if result.client_cpu_per_token is not None:

@@ -23,11 +23,11 @@ class RunResult:
     """One run: its figures and every measured request.
 
     `client_cpu_seconds` is the processor time that this process took since the load began, and `client_cpu_share` its
-    share of one core: near 1, this client is the limit. `was_cut` tells that Ctrl-C ended the run. `num_unsent` are the
-    later turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time,
-    None: nothing did; `limit_was_reached` tells that one had to wait for its place. `num_at_once` is the number of
-    requests or conversations, if all could have begun at once, and `offered` is what arrived, if they came at times of
-    their own. `longest_stall` is the longest time in seconds for which this client noticed nothing that arrived.
+    share of one core: near 1, this client is the limit. `was_cut` tells that a signal ended the run. `num_unsent` are
+    the later turns of conversations of which a turn failed. `max_concurrency` limited the requests that ran at a time,
+    None: nothing did. `num_at_once` is the number of requests or conversations, if all could have begun at once, and
+    `offered` is what arrived, if they came at times of their own. `longest_stall` is the longest time in seconds for
+    which this client noticed nothing that arrived.
     """
 
     label: str
@@ -39,7 +39,6 @@ class RunResult:
     was_cut: bool = False
     num_unsent: int = 0
     max_concurrency: int | None = None
-    limit_was_reached: bool = False
     num_at_once: int | None = None
     offered: Offered | None = None
     longest_stall: float = 0.0
@@ -65,8 +64,13 @@ class RunResult:
 
     @property
     def client_was_late(self) -> bool:
-        """Tells whether requests were sent later than planned, although they did not have to wait for a place."""
-        return not self.limit_was_reached and self.summary.latest_start > LATE_SECONDS
+        """Tells whether requests were sent later than they could be."""
+        return self.summary.latest_start > LATE_SECONDS
+
+    @property
+    def limit_was_reached(self) -> bool:
+        """Tells whether a request had to wait for its place."""
+        return any(record.due > record.scheduled for record in self.records)
 
     @property
     def was_too_small(self) -> bool:
@@ -77,10 +81,9 @@ class RunResult:
 
     @property
     def longest_wait(self) -> float:
-        """Returns how many seconds after its time a request was sent at most, with a limit of requests at a time. Those
-        whose time was the beginning do not count: with a limit alone, all of them wait on purpose."""
-        waits = (record.sent - record.scheduled for record in self.records if record.scheduled > 0)
-        return max(waits, default=0.0) if self.limit_was_reached else 0.0
+        """Returns how many seconds a request waited for its place at most. Those whose time was the beginning do not
+        count: with a limit alone, all of them wait on purpose."""
+        return max((record.due - record.scheduled for record in self.records if record.scheduled > 0), default=0.0)
 
     @property
     def flaws(self) -> tuple[str, ...]:

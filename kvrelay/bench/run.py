@@ -1,4 +1,4 @@
-"""The runs of one command: warm-up, load, progress, and a result even when Ctrl-C ends the run."""
+"""The runs of one command: warm-up, load, progress, and a result even when a signal ends the run."""
 
 import asyncio
 import gc
@@ -41,7 +41,7 @@ class Runner:
             raise UnavailableError(f"a warm-up request failed: {failures[0].kind}: {failures[0].first_message}")
 
     async def measure(self, plan: Plan) -> RunResult:
-        """Runs the load and returns what it gave; what Ctrl-C cut off is a result too."""
+        """Runs the load and returns what it gave; what a signal cut off is a result too."""
         gc.collect()
         gc.freeze()  # a collection now looks only at what the run makes: the server shares our cores
         try:
@@ -64,7 +64,6 @@ class Runner:
             was_cut=was_cut,
             num_unsent=0 if was_cut or plan.num_requests is None else plan.num_requests - len(records),
             max_concurrency=plan.max_concurrency,
-            limit_was_reached=load.limit_was_reached,
             num_at_once=None if any(session.at for session in plan.sessions) else len(plan.sessions),
             offered=offered,
             longest_stall=load.longest_stall,

@@ -137,6 +137,10 @@ class BenchSettings(ProcessSettings):
             raise ValueError("--plot and --json-file name the same file")
         if self.endpoint == "chat" and self.prompt_format == "token_ids":
             raise ValueError("--prompt-format token_ids: a chat takes text only")
+        if self.tokenizer is not None and self.vocab_size is not None:
+            raise ValueError("--tokenizer has no effect with --vocab-size")
+        if self.is_grpc and not self.keep_alive:
+            raise ValueError("--no-keep-alive has no effect over gRPC, which has a single connection")
         return self
 
 
@@ -266,4 +270,6 @@ class SweepBenchSettings(WorkloadSettings):
             raise ValueError("--concurrencies must be positive")
         if self.concurrencies and "burstiness" in self.model_fields_set:
             raise ConfigurationError("--burstiness has no effect without --request-rates")
+        if "attainment" in self.model_fields_set and not self.slo:
+            raise ConfigurationError("--attainment has no effect without --slo")
         return self

@@ -61,6 +61,7 @@ class Summary:
     """The figures of one run, or of its requests of one kind."""
 
     num_completed: int
+    num_within: int  # of these, within `seconds`: others ended after the window
     num_failed: int
     num_cancelled: int
     num_short: int  # ended well with fewer tokens than asked for
@@ -72,6 +73,7 @@ class Summary:
     requests_per_second: float
     output_tokens_per_second: float
     total_tokens_per_second: float
+    mean_running: float  # requests at a time
     ttft: Distribution | None
     itl: Distribution | None
     tpot: Distribution | None
@@ -79,7 +81,7 @@ class Summary:
     merged_share: float  # of the gaps between pieces, those that are 0 because both came in one read
     goodput: Goodput | None
     failures: tuple[FailureCount, ...]
-    latest_start: float  # most seconds that a request was sent after its time
+    latest_start: float  # most seconds that a request was sent after it could be
 
 
 def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, window: float | None = None) -> Summary:
@@ -96,6 +98,7 @@ def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, win
     itls = np.fromiter((itl for record in good for itl in record.itls), np.float64)
     return Summary(
         num_completed=len(good),
+        num_within=len(within),
         num_failed=len(records) - len(good) - len(cancelled),
         num_cancelled=len(cancelled),
         num_short=sum(record.was_short for record in records),
@@ -107,6 +110,7 @@ def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, win
         requests_per_second=len(within) / seconds,
         output_tokens_per_second=output_tokens / seconds,
         total_tokens_per_second=(output_tokens + prompt_tokens) / seconds,
+        mean_running=sum(max(0.0, min(record.finished, end) - record.sent) for record in records) / seconds,
         ttft=Distribution.of(record.ttft for record in good),
         itl=Distribution.of(itls),
         tpot=Distribution.of(record.tpot for record in good if record.tpot is not None),
@@ -114,7 +118,7 @@ def summarise(records: Sequence[RequestRecord], *, slos: Slos | None = None, win
         merged_share=float(np.mean(itls == 0.0)) if itls.size else 0.0,
         goodput=None if slos is None else _goodput(records, within, slos, seconds, len(cancelled)),
         failures=count_failures(records),
-        latest_start=max((record.sent - record.scheduled for record in records), default=0.0),
+        latest_start=max((record.sent - record.due for record in records), default=0.0),
     )
 
 

@@ -11,6 +11,7 @@ from kvrelay.bench.summary import summarise
 def record(
     *arrivals: float,
     scheduled: float = 0.0,
+    due: float | None = None,
     sent: float = 0.0,
     finished: float | None = None,
     kind: str = "",
@@ -19,12 +20,13 @@ def record(
     cached: int | None = None,
     failure: Failure | None = None,
 ) -> RequestRecord:
-    """Returns a request of five prompt tokens with an output token per arrival. If nothing else is said, it has
-    finished with the last one."""
+    """Returns a request of five prompt tokens with an output token per arrival. If nothing else is said, it could be
+    sent at its time, and has finished with the last one."""
     return RequestRecord(
         index=index,
         kind=kind,
         scheduled=scheduled,
+        due=scheduled if due is None else due,
         sent=sent,
         arrivals=arrivals,
         finished=(arrivals[-1] if arrivals else sent) if finished is None else finished,

@@ -116,7 +116,7 @@ async def test_requests_are_built_before_their_time_comes() -> None:
 
 @pytest.mark.parametrize(
     ("max_concurrency", "max_tokens", "expected"),
-    [(None, 10**6, MAX_READY + 20), (MAX_READY + 8, 10**6, MAX_READY), (None, 8 * (MAX_READY + 3), MAX_READY + 3)],
+    [(None, 10**6, MAX_READY + 20), (MAX_READY + 8, 10**6, MAX_READY + 8), (None, 8 * (MAX_READY + 3), MAX_READY + 3)],
 )
 async def test_requests_of_the_beginning_are_all_built_before_it_if_they_fit(
     max_concurrency: int | None, max_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,9 @@ def test_without_a_known_command_the_commands_are_listed(capsys: pytest.CaptureF
         (["latency", "--input-len", "5-x"], "write 512, or 128-512"),
         (["latency", "--json-file", "same", "--plot", "./same"], "--plot and --json-file name the same file"),
         (["latency", "--save-requests"], "--save-requests needs --json-file"),
+        (["latency", "--tokenizer", "t", "--vocab-size", "9"], "--tokenizer has no effect with --vocab-size"),
+        (["latency", "--url", "grpc://localhost:1", "--no-keep-alive"], "--no-keep-alive has no effect over gRPC"),
+        (["sweep", "--concurrencies", "1", "--attainment", "0.5"], "--attainment has no effect without --slo"),
         (["latency", "--endpoint", "chat", "--prompt-format", "token_ids"], "a chat takes text only"),
         (["latency", "--input-length", "5"], "did you mean --input-len?"),
     ],
@@ -287,6 +290,23 @@ def test_an_interrupt_of_the_warm_up_leaves_earlier_files_alone(
     assert [path.read_text() for path in earlier] == ["earlier"] * 2 and len(bodies) == 1
 
 
+def test_a_run_that_is_told_to_end_writes_what_it_has(tmp_path: Path) -> None:
+    """As `timeout` and batch systems do."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "kvrelay", "bench", "latency", "--warmup", "0", *LOAD, "--json-file", str(result)]
+    bodies: list[dict[str, Any]] = []
+    with (
+        in_a_thread(answering(repeat(PIECE), bodies=bodies)) as url,
+        subprocess.Popen([*command, "--url", url], stdout=subprocess.PIPE) as process,
+    ):
+        while not bodies:
+            time.sleep(0.01)
+        process.terminate()
+        output, _ = process.communicate()
+    assert (process.returncode, json.loads(result.read_text())["runs"][0]["was_cut"]) == (130, True)
+    assert b"interrupted: these are the results so far" in output
+
+
 def test_it_may_have_as_many_connections_as_the_system_allows(url: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
@@ -309,6 +329,10 @@ def test_files_that_cannot_be_written_are_refused_before_the_measurement(
     assert bench([*command, "--json-file", str(tmp_path / "new")]) == 1
     assert "nothing answers" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [], "nothing was measured, and no empty file is left"
+    link = tmp_path / "latest"
+    link.symlink_to("later")
+    assert bench([*command, "--json-file", str(link)]) == 1
+    assert list(tmp_path.iterdir()) == [link], "a link is left alone"
 
 
 def test_a_plot_is_drawn_even_when_the_json_file_fails(

@@ -211,6 +211,19 @@ async def test_an_interrupt_keeps_what_there_is(url: str, relay: ScriptedRelay) 
         await asyncio.sleep(0)
 
 
+async def test_signals_do_afterwards_what_they_did_before(url: str) -> None:
+    """As when other programs measure, and end their servers when they are told to end."""
+
+    def end(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        await measure(LatencyBenchSettings(url=url, requests=1, **SMALL))
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 async def test_an_interrupt_of_the_warm_up_ends_it_without_a_result(url: str, relay: ScriptedRelay) -> None:
     relay.hang_at = 0
     measuring = asyncio.create_task(measure(ThroughputBenchSettings(url=url, requests=3, warmup=2, **SMALL)))

@@ -32,18 +32,20 @@ SHORT: dict[str, Any] = {"input_len": "8", "output_len": "10"}
 
 class Server:
     """A client of a server that has `places` for requests. One token takes `step` seconds, and `more` for each request
-    that runs."""
+    that runs; the client takes `encoding` seconds to make a request."""
 
-    def __init__(self, *, places: int, step: float, more: float = 0.0) -> None:
+    def __init__(self, *, places: int, step: float, more: float = 0.0, encoding: float = 0.0) -> None:
         self._places = asyncio.Semaphore(places)
         self._step = step
         self._more = more
+        self._encoding = encoding
         self._num_running = 0
 
     async def resolve_model(self, wanted: str) -> str:
         return wanted
 
     async def prepare(self, prompt: Prompt, max_tokens: int) -> Send:
+        await asyncio.sleep(self._encoding)
         return partial(self._answer, max_tokens)
 
     async def _answer(self, max_tokens: int, answer: Answer) -> None:
@@ -139,6 +141,31 @@ def test_waiting_for_a_place_and_later_turns_count_too(more: dict[str, Any]) -> 
     [result] = results_of(settings, twenty_per_second)
     assert result.flaws == ("not sustained",)
     assert result.offered is not None and result.offered.num_arrived == 32
+
+
+def test_a_client_that_does_not_fill_the_places_is_late() -> None:
+    """Although others had to wait for theirs before."""
+    for encoding, flaws, delay, mean_running in ((0.15, ("client late",), 0.9, 2.9), (0.01, (), 0.0, 7.7)):
+        settings = ServeBenchSettings(concurrency=8, requests=100, **SHORT)
+        [result] = results_of(settings, partial(Server, places=EVER, step=0.03, encoding=encoding))
+        assert result.limit_was_reached and result.flaws == flaws
+        assert result.summary.latest_start == pytest.approx(delay), "counted from when the place became free"
+        assert result.summary.mean_running == pytest.approx(mean_running, abs=0.1)
+
+
+def test_a_later_turn_that_the_client_sends_late_waited_for_no_place() -> None:
+    for encoding, flaws in ((0.15, ("client late",)), (0.01, ())):
+        settings = ServeBenchSettings(workload="multi-turn", turns=3, concurrency=3, requests=6, **SHORT)
+        [result] = results_of(settings, partial(Server, places=EVER, step=0.03, encoding=encoding))
+        assert result.limit_was_reached and (result.longest_wait, result.flaws) == (0.0, flaws)
+        assert result.summary.latest_start == pytest.approx(encoding)
+
+
+def test_a_wait_for_a_place_is_not_the_clients_delay() -> None:
+    settings = ServeBenchSettings(request_rate=10.0, burstiness=0.2, concurrency=4, requests=64, **SHORT)
+    [result] = results_of(settings, lambda: Server(places=EVER, step=0.03))
+    longest = max(record.sent - record.scheduled for record in result.records)
+    assert (result.longest_wait, result.summary.latest_start) == (longest, 0.0) and longest > 0.1
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,17 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.bench.base import Failure
+from kvrelay.bench.base import CANCELLED, Failure
 from kvrelay.bench.knee import find_knee
 from kvrelay.bench.report import render, render_sweep
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.slo import Slos
+from kvrelay.bench.summary import summarise
 from tests.bench.records import record, run_of
 
 
-def ten(label: str, ttft: float, *, sent: float = 0.0, **more: Any) -> RunResult:
-    records = [record(sent + ttft, sent + ttft + 1, sent=sent, index=index) for index in range(10)]
+def ten(label: str, ttft: float, *, sent: float = 0.0, due: float = 0.0, **more: Any) -> RunResult:
+    records = [record(sent + ttft, sent + ttft + 1, due=due, sent=sent, index=index) for index in range(10)]
     return run_of(*records, label=label, slos=Slos.parse(["ttft=1000"]), **more)
 
 
@@ -21,6 +22,10 @@ def test_the_knee_is_the_most_that_still_meets_the_slos() -> None:
     found = find_knee([ten("1/s", 0.9), ten("2/s", 0.5), ten("4/s", 1.5)], 0.9)
     assert found is not None and found.label == "2/s"
     assert find_knee([ten("4/s", 1.5)], 0.9) is None
+    longer = run_of(record(1.0, 1.5, 2.0, 2.5), label="longer", slos=Slos.parse(["ttft=1000"]))
+    assert longer.summary.requests_per_second < 1 < longer.summary.output_tokens_per_second
+    shorter = run_of(record(1.0), label="shorter", slos=Slos.parse(["ttft=1000"]))
+    assert find_knee([longer, shorter], 0.9) is longer, "the most output tokens, not requests"
 
 
 def test_a_load_whose_figures_are_not_valid_is_no_knee() -> None:
@@ -28,7 +33,7 @@ def test_a_load_whose_figures_are_not_valid_is_no_knee() -> None:
     late, cut = ten("2/s", 0.5, sent=0.2), ten("4/s", 0.4, was_cut=True)
     stalled, given_up = ten("8/s", 0.4, longest_stall=0.25), ten("9/s", 0.4, num_unsent=2)
     assert find_knee([slow, late, cut, stalled, given_up], 0.9) is slow
-    waiting = ten("8 at a time", 0.5, sent=0.2, max_concurrency=8, limit_was_reached=True)
+    waiting = ten("8 at a time", 0.5, sent=0.2, due=0.2, max_concurrency=8)
     assert find_knee([slow, waiting], 0.9) is waiting, "at the limit requests wait for their place on purpose"
     assert find_knee([slow, ten("8 at a time", 0.5, sent=0.2, max_concurrency=8)], 0.9) is slow, "nothing to wait for"
 
@@ -64,12 +69,33 @@ def test_a_sweeps_table_shows_goodput_and_says_what_is_wrong_with_a_load() -> No
 
 
 def test_the_table_says_how_long_requests_waited_for_a_place() -> None:
-    late, at_once = record(3.0, scheduled=1.0, sent=2.5), record(3.0, sent=2.5)
-    note = "with --concurrency a request was sent 1500 ms after its time: no latency includes this wait"
-    limited: dict[str, Any] = {"max_concurrency": 1, "limit_was_reached": True}
-    assert note in render(run_of(late, **limited), None)
-    assert "--concurrency" not in render(run_of(at_once, **limited), None)
-    assert "--concurrency" not in render(run_of(late), None), "the client was late"
+    waited, at_once = record(3.0, scheduled=1.0, due=2.5, sent=2.5), record(3.0, due=2.5, sent=2.5)
+    note = "with --concurrency a request waited 1500 ms for its place: no latency includes this wait"
+    assert note in render(run_of(waited), None)
+    assert "--concurrency" not in render(run_of(at_once), None)
+    assert "--concurrency" not in render(run_of(record(3.0, scheduled=1.0, sent=2.5)), None), "the client was late"
+
+
+def test_the_table_says_how_many_requests_ran_at_a_time() -> None:
+    found = run_of(record(2.0), record(1.0, sent=0.5), record(1.5, sent=1.0, failure=Failure("timeout", "")))
+    assert ", 1.5 requests at a time" in render(found, None)
+
+
+def test_the_table_says_how_many_ended_within_the_duration() -> None:
+    records = record(1.0), record(3.0), record(4.0, sent=1.0)
+    summary = summarise(records, window=2.0)
+    assert (summary.mean_running, summary.num_within) == (2.0, 1)
+    table = render(replace(run_of(*records), summary=summary), None)
+    assert "3 requests completed (1 within --duration), 0 failed, in 2.0 s;" in table and "  0.50 requests/s" in table
+
+
+def test_the_table_says_which_requests_the_server_did_not_count() -> None:
+    cut = replace(record(1.0, failure=Failure(CANCELLED, "")), counted_by="chunks")
+    counted = "output tokens counted by usage and chunks: "
+    assert counted + "requests that failed or were cut off have no usage" in render(run_of(record(1.0), cut), None)
+    uncounted = replace(record(1.0), counted_by="chunks")
+    table = render(run_of(record(1.0), cut, uncounted), None)
+    assert counted + "the server does not always send usage" in table
 
 
 def test_chunks_may_be_several_tokens_and_say_less_about_an_early_end() -> None:
