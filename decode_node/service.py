@@ -224,14 +224,12 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
 
     def _receive(self, reservation: Reservation) -> None:
         decode = self._active.get(reservation.request_id)
-        receiver = self._node.receiver(
-            reservation,
-            on_missing=partial(self._on_missing, reservation.request_id),
-            ends_at=None if decode is None else decode.ends_at,
-        )
         if decode is None:
-            receiver.discard()
+            self._node.discard(reservation)
             return
+        receiver = self._node.receiver(
+            reservation, on_missing=partial(self._on_missing, reservation.request_id), ends_at=decode.ends_at
+        )
         decode.receiver = receiver
         for held in decode.sources:
             receiver.offer(held.source, held.num_blocks)

@@ -1,7 +1,7 @@
 """The prefill service. The life of a request:
 
 1. `Prefill` opens a lease under the request's own id and adds the request to the engine, which names every block that
-   it computes.
+   it computes. The lease's time begins when the engine has taken the request, and the router is told of both.
 2. If other nodes hold leading blocks, or a store may, these are reserved and fetched first (`Receiver`); the engine
    computes the rest in chunks.
 3. As soon as a chunk's blocks are published, the stream reports how many leading blocks can be fetched (`progress`).
@@ -18,6 +18,7 @@ Invariant: a stream that ends before `finished` leaves nothing behind; one that 
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -108,10 +109,11 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         prefill = self._active[request_id] = _Prefill(
             engine_request, tuple(map(held_from_wire, request.sources)), deadline_after(request.timeout_ms), num_blocks
         )
-        self._leases.open(request_id, _lease_seconds(request.lease_ttl_ms))  # before the engine does
+        self._leases.open(request_id, math.inf)  # before the engine does, which may be in a long step
         self._node.activity.begin(request_id)  # until its stream and its lease end
         try:
             await self._node.engine_thread.call(lambda engine: engine.add(engine_request))
+            self._leases.renew([request_id], _lease_seconds(request.lease_ttl_ms))  # by the router, once it hears of it
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, NotFiniteError):
@@ -225,10 +227,10 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
 
     def _receive(self, reservation: Reservation) -> None:
         prefill = self._active.get(reservation.request_id)
-        receiver = self._node.receiver(reservation, ends_at=None if prefill is None else prefill.ends_at)
         if prefill is None:
-            receiver.discard()
+            self._node.discard(reservation)
             return
+        receiver = self._node.receiver(reservation, ends_at=prefill.ends_at)
         for held in prefill.sources:
             receiver.offer(held.source, held.num_blocks)
         receiver.end()

@@ -13,7 +13,7 @@ from kvrelay.core.kv.source import KVSource
 
 # Raised by every change after which a router and a node of before and after it would misunderstand each other. It is 0
 # for nodes that did not say it yet.
-PROTOCOL = 2
+PROTOCOL = 3
 
 STORE = ""  # in the place of a node's id: blocks came from the store that all nodes share
 
@@ -30,7 +30,8 @@ class NodeDescription:
     `connector`: its connectors, comma-separated, in the order in which they are tried. `max_model_len`: tokens of
     prompt and output together. `protocol`: the number of the messages that it exchanges with routers. `vocabulary`: the
     digest of its model's vocabulary, nothing if it has no tokenizer. `core_table`: the name of the table through which
-    it and other nodes of its machine lend each other cores, nothing if it computes with its own only.
+    it and other nodes of its machine lend each other cores, nothing if it computes with its own only. `eos_token_ids`:
+    the tokens that end an output unless a request ignores them, ascending.
     """
 
     role: NodeRole | None
@@ -43,6 +44,7 @@ class NodeDescription:
     protocol: int = PROTOCOL
     vocabulary: bytes = b""
     core_table: str = ""
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,16 @@
 So help, and what is wrong with a setting, do not take seconds.
 """
 
+import pkgutil
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvrelay.core.process.extras import ENGINE_MODULES, require_extra
 from kvrelay.core.process.interruptible import interruptible_imports
 
-if TYPE_CHECKING:
-    from kvrelay.node.server import Service
 
-
-def run_node(command: str, import_service: "Callable[[], type[Service]]") -> int:
+def run_node(command: str, service_name: str) -> int:
     """Runs the node of `kvrelay COMMAND` as the arguments say until it is told to stop; returns the exit status.
-    `import_service` imports the class of its service, which brings the engine with it, and returns it."""
+    `service_name`, `module:class`, is imported last: it brings the engine with it."""
     with interruptible_imports():
         from kvrelay.core.config.settings import load_settings
         from kvrelay.node.settings import SETTINGS_OF_COMMAND
@@ -26,5 +22,5 @@ def run_node(command: str, import_service: "Callable[[], type[Service]]") -> int
     with interruptible_imports():
         from kvrelay.node.process import main
 
-        service = import_service()
+        service = pkgutil.resolve_name(service_name)
     return main(service, settings)

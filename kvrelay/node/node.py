@@ -38,12 +38,14 @@ _STOP_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """A node's description of itself; `epoch` is drawn at every start. `vocabulary` is that of `NodeDescription`."""
+    """A node's description of itself; `epoch` is drawn at every start. `vocabulary` and `eos_token_ids`
+    are those of `NodeDescription`."""
 
     node_id: str
     epoch: int
     kv_namespace: KVNamespace
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     vocabulary: bytes = b""
 
 
@@ -144,6 +146,10 @@ class Node:
     ) -> Receiver:
         """Returns the receiver of an admitted request, not running yet. Its parameters are those of `Receiver`."""
         return Receiver(self._reception, reservation, on_missing=on_missing, ends_at=ends_at)
+
+    def discard(self, reservation: Reservation) -> None:
+        """Unpins the blocks of a request that was admitted, but that nobody wants any more."""
+        self._unpin([block.block_id for block in reservation.missing])
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests, and only on an idle node."""

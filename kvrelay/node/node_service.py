@@ -53,6 +53,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             max_num_seqs=config.max_num_seqs,
             vocabulary=identity.vocabulary,
             core_table=self._node.core_table,
+            eos_token_ids=identity.eos_token_ids,
         )
         return description_to_wire(description)
 

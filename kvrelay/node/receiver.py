@@ -94,14 +94,6 @@ class Receiver:
         self._ladder.ask_store()
         self._wake.set()
 
-    def discard(self) -> None:
-        """Unpins the blocks unless `run` has done so: when nobody wants them, or the task of `run` was cancelled before
-        it began. Idempotent; not to be called while `run` is under way."""
-        if self._pinned:
-            self._pinned = False
-            block_ids = [block.block_id for block in self._missing]
-            self._context.engine_thread.post(lambda engine: engine.unpin(block_ids))
-
     def start(
         self, reception: Coroutine[None, None, None], on_failure: Callable[[KVRelayError], None]
     ) -> "asyncio.Task[None]":
@@ -123,15 +115,22 @@ class Receiver:
                 else:
                     await self._wait_for_more()
         finally:
-            self.discard()
+            self._discard()
         arrived = self._missing[: self._ladder.num_leading]
         return self._ladder.report(sum(block.num_tokens for block in arrived))
 
     def _on_over(self, on_failure: Callable[[KVRelayError], None], task: "asyncio.Task[None]") -> None:
-        self.discard()
+        self._discard()
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("request %s: receiving its KV failed", self._request_id, exc_info=error)
             on_failure(KVRelayError("internal error"))
+
+    def _discard(self) -> None:
+        """Unpins the blocks, once: the task of `run` may be cancelled before it begins."""
+        if self._pinned:
+            self._pinned = False
+            block_ids = [block.block_id for block in self._missing]
+            self._context.engine_thread.post(lambda engine: engine.unpin(block_ids))
 
     async def _wait_for_more(self) -> None:
         if self._quiet:

@@ -54,11 +54,13 @@ async def build_node(settings: NodeSettings, role: NodeRole) -> Node:
 
 
 def _identity(settings: NodeSettings, role: NodeRole, prepared: PreparedEngine, vocabulary: bytes) -> NodeIdentity:
+    config = prepared.loaded.config
     return NodeIdentity(
         node_id=settings.node_id or _default_id(settings, role),
         epoch=secrets.randbits(63) | 1,
         kv_namespace=prepared.namespace,
-        vocab_size=prepared.loaded.config.vocab_size,
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(sorted(set(config.eos_token_ids))),
         vocabulary=vocabulary,
     )
 

@@ -87,6 +87,7 @@ class DescribeResponse(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     VOCABULARY_FIELD_NUMBER: builtins.int
     CORE_TABLE_FIELD_NUMBER: builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     role: global___NodeRole.ValueType
     connector: builtins.str
     """connector names, comma-separated, in the order of trying; nodes exchange KV if they share one"""
@@ -106,6 +107,10 @@ class DescribeResponse(google.protobuf.message.Message):
 
     @property
     def kv_namespace(self) -> global___KVNamespace: ...
+    @property
+    def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """that end an output, ascending; nodes fit only if they have the same"""
+
     def __init__(
         self,
         *,
@@ -119,9 +124,10 @@ class DescribeResponse(google.protobuf.message.Message):
         protocol: builtins.int = ...,
         vocabulary: builtins.bytes = ...,
         core_table: builtins.str = ...,
+        eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_namespace", b"kv_namespace", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["connector", b"connector", "core_table", b"core_table", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "protocol", b"protocol", "role", b"role", "source", b"source", "vocab_size", b"vocab_size", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connector", b"connector", "core_table", b"core_table", "eos_token_ids", b"eos_token_ids", "kv_namespace", b"kv_namespace", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "protocol", b"protocol", "role", b"role", "source", b"source", "vocab_size", b"vocab_size", "vocabulary", b"vocabulary"]) -> None: ...
 
 global___DescribeResponse = DescribeResponse
 

@@ -24,8 +24,8 @@ def misfit(found: NodeDescription, role: NodeRole, vocabulary: bytes) -> str | N
 
 
 def difference(found: NodeDescription, expected: NodeDescription) -> str | None:
-    """Returns the first difference because of which two nodes cannot exchange KV, with both values; None if they
-    can."""
+    """Returns the first difference because of which two nodes cannot exchange KV or would end an output elsewhere, with
+    both values; None if there is none."""
     ours, theirs = found.kv_namespace, expected.kv_namespace
     arrangement, scales = _layout_parts(ours.layout_id)
     their_arrangement, their_scales = _layout_parts(theirs.layout_id)
@@ -40,6 +40,11 @@ def difference(found: NodeDescription, expected: NodeDescription) -> str | None:
         ("KV layout", arrangement, their_arrangement),
         ("digest of the FP8 scales (of the checkpoint or --calculate-kv-scales)", scales, their_scales),
         ("vocabulary size", found.vocab_size, expected.vocab_size),
+        (
+            "list of end tokens (of generation_config.json or config.json, and of tokenizer_config.json)",
+            list(found.eos_token_ids),
+            list(expected.eos_token_ids),
+        ),
     )
     for name, one, other in fields:
         if one != other:

@@ -50,5 +50,4 @@ def _votes(node: NodeHandle, now: float) -> bool:
 
 
 def _fit(one: NodeHandle, other: NodeHandle) -> bool:
-    assert one.description is not None and other.description is not None
-    return difference(one.description, other.description) is None
+    return difference(one.described, other.described) is None

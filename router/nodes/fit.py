@@ -19,25 +19,21 @@ class NodeRefusedError(ConfigurationError):
 def check_fit(node: NodeHandle, nodes: Sequence[NodeHandle], *, now: float) -> None:
     """Checks a node, as it was last described, against those of `nodes` that are live or, if there are none, against
     the elected one. Raises NodeRefusedError if it does not fit. `now` is read from the clock of their `heard_at`."""
-    description = node.description
-    assert description is not None
     if node.misfit is not None:
         raise NodeRefusedError(node.misfit)
     for other in _rivals(node, nodes):
-        if other.source.node_id == description.source.node_id:
-            raise NodeRefusedError(f"node_id {description.source.node_id!r} is that of {other.address} already")
+        if other.source.node_id == node.source.node_id:
+            raise NodeRefusedError(f"node_id {node.source.node_id!r} is that of {other.address} already")
     live = [other for other in nodes if other is not node and other.state is NodeState.LIVE]
     for other in live:
-        assert other.description is not None
-        if found := difference(description, other.description):
+        if found := difference(node.described, other.described):
             raise NodeRefusedError(f"{found} (as {other.name} has it, which is live)")
     if live:
         return
     elected = elect(nodes, now=now)
     if elected is None or elected.node is node:
         return
-    assert elected.node.description is not None
-    if found := difference(description, elected.node.description):
+    if found := difference(node.described, elected.node.described):
         raise NodeRefusedError(f"{found} (as {elected.node.name} has it; {elected.why})")
 
 

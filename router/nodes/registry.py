@@ -217,7 +217,6 @@ class Registry:
     async def _watch(self, node: NodeHandle) -> None:
         """Takes a node's messages, of which it sends at least one a second, until the stream ends. Raises
         UnavailableError if it falls silent."""
-        assert node.description is not None
         epoch, sequence = node.watched or (0, 0)
         call = _stub(node).Watch(node_pb2.WatchRequest(epoch=epoch, after_sequence=sequence))
         try:
@@ -232,8 +231,7 @@ class Registry:
             call.cancel()
 
     def _apply(self, node: NodeHandle, message: node_pb2.WatchResponse) -> None:
-        assert node.description is not None
-        source = node.description.source
+        source = node.source
         if message.epoch != source.epoch:
             raise UnavailableError(f"it was restarted: epoch {message.epoch:#x} after {source.epoch:#x}")
         if not node.is_watched:

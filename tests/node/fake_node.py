@@ -99,7 +99,7 @@ def make_node(
         eos_token_ids=(),
         publish=True,
     )
-    identity = NodeIdentity(node_id, epoch, namespace, VOCAB_SIZE)
+    identity = NodeIdentity(node_id, epoch, namespace, VOCAB_SIZE, eos_token_ids=())
     return Node(identity, engine, connector, fetch_timeout=10.0, prefill_rate=PrefillRate())
 
 

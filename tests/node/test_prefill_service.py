@@ -1,6 +1,7 @@
 """A prefill node between its router and its engine: a stream always ends, and leaves its lease or nothing."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import aclosing
 
@@ -269,6 +270,43 @@ async def test_a_lease_lasts_ten_minutes_at_most_unless_it_is_renewed() -> None:
             clock.seconds += seconds
             service._leases.sweep()
             assert list(service._leases) == left
+        await node.check_idle()
+
+
+async def test_a_leases_time_begins_when_the_engine_has_taken_the_request() -> None:
+    """The engine may be in a step that takes longer, and the router renews only what it has heard of."""
+    clock, taking = ManualClock(), threading.Event()
+    node = make_node()
+    async with serving(lambda node: PrefillService(node, clock=clock), node) as service, asyncio.timeout(PATIENCE):
+        step = node.engine_thread.call(lambda engine: taking.wait(PATIENCE))
+        async with aclosing(prefill(service, "a")) as events:
+            accepted = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            clock.seconds += 61.0
+            service._leases.sweep()
+            taking.set()
+            assert await step and (await accepted).HasField("accepted")
+            for seconds, left in ((59.0, ["a"]), (2.0, [])):
+                clock.seconds += seconds
+                service._leases.sweep()
+                assert list(service._leases) == left
+            async for _ in events:
+                pass
+        await node.check_idle()
+
+
+async def test_a_request_that_is_given_up_before_the_engine_has_taken_it_leaves_nothing() -> None:
+    taking = threading.Event()
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        step = node.engine_thread.call(lambda engine: taking.wait(PATIENCE))
+        accepted = asyncio.ensure_future(anext(prefill(service, "a")))
+        await asyncio.sleep(0)
+        assert list(service._leases) == ["a"]
+        accepted.cancel()
+        await asyncio.wait({accepted})
+        assert not service._leases and not node.activity
+        taking.set()
+        assert await step
         await node.check_idle()
 
 

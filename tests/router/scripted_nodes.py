@@ -51,6 +51,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
         self.protocol = PROTOCOL
         self.vocabulary = b""
         self.core_table = ""
+        self.eos_token_ids = [2]
         self.updates: asyncio.Queue[node_pb2.WatchResponse | None] = asyncio.Queue()  # None ends the stream
         self.watch_requests: asyncio.Queue[node_pb2.WatchRequest] = asyncio.Queue()
         self.distrust_requests: asyncio.Queue[node_pb2.DistrustRequest] = asyncio.Queue()
@@ -121,6 +122,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
             protocol=self.protocol,
             vocabulary=self.vocabulary,
             core_table=self.core_table,
+            eos_token_ids=self.eos_token_ids,
         )
 
     async def Distrust(self, request: node_pb2.DistrustRequest, context: object) -> node_pb2.DistrustResponse:

@@ -80,7 +80,7 @@ class NodeMaker:
         buffer = connector.allocate(LAYOUT, config.num_blocks, node_id=node_id, epoch=epoch)
         engine = _make_engine(config, transport, buffer.memory, self.faults)
         node = Node(
-            NodeIdentity(node_id, epoch, NAMESPACE, VOCAB_SIZE),
+            NodeIdentity(node_id, epoch, NAMESPACE, VOCAB_SIZE, (EOS_TOKEN_ID,)),
             engine,
             connector,
             fetch_timeout=config.fetch_timeout,

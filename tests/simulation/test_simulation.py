@@ -219,7 +219,7 @@ PLANTED: list[tuple[object, str, Callable[..., Any], str]] = [
     (ClusterRelay, "check_capacity", _takes_any_number, "requests run at its router"),
     (Node, "drain", _drains_for_ever, "does not end its drain"),
     (LeaseTable, "sweep", _never_expires, "leases left"),
-    (Receiver, "discard", _keeps_blocks_pinned, "are still held"),
+    (Receiver, "_discard", _keeps_blocks_pinned, "are still held"),
     (DecodeSession, "close", _does_not_abort, "requests left"),
     (Charge, "end", _keeps_the_charge, "queued tokens"),
     (TieredConnector, "retract", _offers_for_ever, "offers blocks"),

@@ -197,6 +197,7 @@ def description_to_wire(description: NodeDescription) -> node_pb2.DescribeRespon
         protocol=description.protocol,
         vocabulary=description.vocabulary,
         core_table=description.core_table,
+        eos_token_ids=description.eos_token_ids,
     )
 
 
@@ -212,6 +213,7 @@ def description_from_wire(message: node_pb2.DescribeResponse) -> NodeDescription
         protocol=message.protocol,
         vocabulary=message.vocabulary,
         core_table=message.core_table,
+        eos_token_ids=tuple(message.eos_token_ids),
     )
 
 

@@ -41,6 +41,7 @@ DESCRIPTION = NodeDescription(
     max_num_seqs=5,
     vocabulary=b"digest",
     core_table="01ab",
+    eos_token_ids=(2, 7),
 )
 
 

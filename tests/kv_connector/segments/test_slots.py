@@ -240,6 +240,8 @@ def test_a_slot_that_changes_under_a_copy_is_missing_whatever_was_copied(sides: 
     damaged = bytes(16)
     outcomes: list[Verdict] = [FetchOutcome.MISSING, FetchOutcome.FETCHED, Mismatch.DIGEST]
     assert sides.seen.judge(snapshots, [DIGEST, DIGEST, damaged]) == outcomes
+    outcomes[2] = FetchOutcome.FETCHED
+    assert sides.seen.judge(snapshots, [DIGEST] * 3) == outcomes
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,12 @@ async def test_a_node_with_another_vocabulary_is_refused(caplog: pytest.LogCaptu
     await refused(decode, stranger, "vocabulary size is 999, not 1000", caplog)
 
 
+async def test_a_node_with_other_end_tokens_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    decode, stranger = ScriptedDecode(), ScriptedDecode("decode-1")
+    stranger.eos_token_ids = [2, 7]
+    await refused(decode, stranger, "and of tokenizer_config.json) is [2, 7], not [2]", caplog)
+
+
 async def test_a_node_of_another_protocol_is_refused_and_decides_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Listed first, it would be the one that the others have to fit, whose KV is different."""
     stranger, decode = ScriptedDecode(), ScriptedDecode("decode-1")
