@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "kvrelay.engine.loading.config_json": {"kvrelay.core"},
     # The node copies and digests blocks with what is compiled.
     "kvrelay.node": {
-        *("kvrelay", "kvrelay.node.settings", "kvrelay.engine", "kv_connector", "paged_kernels"),
+        *("kvrelay.node.settings", "kvrelay.engine", "kv_connector", "paged_kernels"),
         *("kvrelay.core", "kvrelay.v1"),
     },
     # Nothing but settings, so that `kvrelay serve` can offer them.
@@ -37,14 +37,8 @@ MAY_IMPORT = {
     "kvrelay.offline": {"kvrelay.engine", "kvrelay.text", "kvrelay.core"},
     "kvrelay": {"kvrelay.offline", "kvrelay.core"},
     "router": {"kvrelay", "router.settings", "kvrelay.core", "kvrelay.text", "kvrelay.v1"},
-    "prefill_node": {
-        *("kvrelay", "kvrelay.node", "kvrelay.engine"),
-        *("kv_connector", "kvrelay.core", "kvrelay.v1"),
-    },
-    "decode_node": {
-        *("kvrelay", "kvrelay.node", "kvrelay.engine"),
-        *("kv_connector", "kvrelay.core", "kvrelay.v1"),
-    },
+    "prefill_node": {"kvrelay.node", "kvrelay.engine", "kvrelay.core", "kvrelay.v1"},
+    "decode_node": {"kvrelay.node", "kvrelay.engine", "kvrelay.core", "kvrelay.v1"},
     "kv_connector": {"kvrelay.core"},
     "paged_kernels": set[str](),
 }
@@ -60,6 +54,7 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 MOST_LINES = 400
+BY_NAME = re.compile(r"([a-z_]\w*(?:\.\w+)+):\w+")  # what `pkgutil.resolve_name` imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +70,16 @@ class Module:
         return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
 
     def imports(self) -> Iterator[str]:
-        """Yields full names, wherever in the file; `from a import b` counts as `a.b`, since b may be a module."""
+        """Yields full names, wherever in the file; `from a import b` counts as `a.b`, since b may be a module. So does
+        the string "a:b"."""
         for node in ast.walk(self.tree()):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{self.name}: imports are absolute"
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and BY_NAME.fullmatch(node.value):
+                yield node.value.replace(":", ".")
 
 
 def package_of(name: str) -> str:
@@ -115,6 +113,11 @@ def by_name(module: Module) -> str:
 
 def test_every_package_has_a_rule() -> None:
     assert {module.package for module in MODULES} == set(MAY_IMPORT)
+
+
+def test_every_permission_is_used() -> None:
+    used = {(module.package, package_of(name)) for module in MODULES for name in module.imports()}
+    assert {(package, allowed) for package in MAY_IMPORT for allowed in MAY_IMPORT[package]} <= used
 
 
 @pytest.mark.parametrize("module", MODULES, ids=by_name)

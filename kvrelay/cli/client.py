@@ -67,7 +67,9 @@ class CompleteSettings(GenerateSettings):
     Example: kvrelay complete "The capital of France is" --temperature 0
     """
 
-    prompt: CliPositionalArg[str] = Field(default="", description="The text to continue; - reads standard input.")
+    prompt: CliPositionalArg[str] = Field(
+        default="", description="The text to continue; - reads standard input, which may be empty."
+    )
 
 
 class ChatSettings(GenerateSettings):

@@ -233,8 +233,9 @@ class Supervisor:
             serves_since = clock()
             if child.ready.done():
                 on_event(f"{command.name} serves again.")
-            else:
-                child.kill()  # without effect if it has ended
+            elif not child.ended.done():
+                child.kill()
+                report = partial(_report, child, f"was not ready after {timeout:g} s (--start-timeout)")
 
     async def _replace(self, child: Child, command: ChildCommand) -> Child:
         successor = await self._spawn(command)
@@ -299,6 +300,10 @@ async def _ended(children: Iterable[Child], *, timeout: float | None = None) -> 
 def _exit_report(child: Child, circumstance: str) -> str:
     status = child.ended.result()
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    return _report(child, how, circumstance)
+
+
+def _report(child: Child, how: str, circumstance: str) -> str:
     lines = "".join(f"\n    {line}" for line in child.tail)
     return f"{child.command.name} {how} {circumstance}." + (f" Its last lines:{lines}" if lines else "")
 

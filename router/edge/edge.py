@@ -122,33 +122,33 @@ class Edge:
         trace. Raises KVRelayError. Closing it early aborts the request on every node."""
         sampling = request.sampling
         choices = [Choice(self.tokenizer, sampling, request.prompt_token_ids) for _ in range(sampling.n)]
-        watch = _Watch(self.metrics, self._clock, request)
+        measurement = _Measurement(self.metrics, self._clock, request)
         try:
             self._admissions.end(request.request_id)  # it gets its place in the relay in this turn of the event loop
             async with aclosing(self.relay.run(request)) as events:
                 async for event in events:
                     if not isinstance(event, TokenOutput):
                         if isinstance(event, RequestTrace):
-                            watch.traced(event)
+                            measurement.traced(event)
                         yield event
                         continue
                     choice = choices[event.index]
                     if choice.finished:
                         continue  # a stop string has ended it; these tokens were under way
                     chunk = choice.consume(event)
-                    watch.produced(chunk)
+                    measurement.produced(chunk)
                     yield chunk
                     if choice.ended_early:
                         self.relay.finish(request.request_id, event.index)  # otherwise its node would go on
-            watch.finished()
+            measurement.finished()
         except Exception as error:  # one that is not ours is counted as internal, as it is answered
-            watch.failed(error)
+            measurement.failed(error)
             raise
         finally:
-            watch.ended()
+            measurement.ended()
 
 
-class _Watch:
+class _Measurement:
     """The measurement of one request. One that ends without having finished or failed was aborted by the client, unless
     its time was over: at the deadline of its call, too, gRPC only closes it."""
 

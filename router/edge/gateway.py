@@ -101,7 +101,7 @@ class _Call:
     left out with `only_echoes`. `streaming` None: the answer is whole."""
 
     clients: Sequence[ClientRequest]
-    shape: Format
+    answer_format: Format
     streaming: _Streaming | None
     id_prefix: str
     echoed: Sequence[TextPrompt | TokenPrompt] = ()
@@ -172,8 +172,9 @@ class _Gateway:
                 prompt = body.wanted()
             work = self._edge.tokenize(prompt, body.model)
             token_ids, max_model_len = await until_disconnect(request.receive, work)
-        texts = await in_turns(self._edge.tokenizer.token_text, token_ids) if body.return_token_strs else None
-        answer = await tokens_response(token_ids, texts, max_model_len=max_model_len)
+        id_to_token = self._edge.tokenizer.backend.id_to_token
+        token_strs = await in_turns(id_to_token, token_ids) if body.return_token_strs else None
+        answer = await tokens_response(token_ids, token_strs, max_model_len=max_model_len)
         return WholeAnswer(answer, self._untaken)
 
     async def detokenize(self, request: Request) -> Response:
@@ -223,7 +224,8 @@ class _Gateway:
         with ExitStack() as stack:
             admission = stack.enter_context(self._edge.admission())
             with self._bodies.share() as share:
-                generation, streaming = await self._begin(request, form, call_of, share, admission)
+                work = self._admitted(request, await self._body(request, form, share), call_of, admission)
+                generation, streaming = await until_disconnect(request.receive, work)
             if streaming is None:
                 whole = await until_disconnect(request.receive, generation.whole())
                 return WholeAnswer(whole, self._untaken)
@@ -233,17 +235,6 @@ class _Gateway:
             answer = EventStream(events, within=admission)
             stack.pop_all()  # the answer ends it
             return answer
-
-    async def _begin(
-        self,
-        request: Request,
-        form: type[GenerationBodyT],
-        call_of: Callable[[GenerationBodyT], _Call],
-        share: BodyShare,
-        admission: Admission,
-    ) -> tuple[HttpGeneration, _Streaming | None]:
-        work = self._admitted(request, await self._body(request, form, share), call_of, admission)
-        return await until_disconnect(request.receive, work)
 
     async def _admitted(
         self,
@@ -265,13 +256,13 @@ class _Gateway:
         with self._edge.counting_errors():
             check_prompt_logprobs(
                 routed,
-                num_copies=routed[0].sampling.n if call.shape.prompt_logprobs_in_choices else 1,
+                num_copies=routed[0].sampling.n if call.answer_format.prompt_logprobs_in_choices else 1,
                 field="logprobs" if call.echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",
             )
             repeated = await echoes(self._edge.tokenizer, call.echoed, num_copies=routed[0].sampling.n)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
         generation = HttpGeneration(
-            self._edge, routed, call.shape, envelope, echoes=repeated, only_echoes=call.only_echoes
+            self._edge, routed, call.answer_format, envelope, echoes=repeated, only_echoes=call.only_echoes
         )
         return generation, call.streaming
 

@@ -45,7 +45,7 @@ class HttpGeneration:
         self,
         edge: Edge,
         requests: Sequence[RoutedRequest],
-        shape: Format,
+        answer_format: Format,
         envelope: Envelope,
         *,
         echoes: Sequence[Echo],
@@ -55,7 +55,7 @@ class HttpGeneration:
         self._echoes = echoes
         self._only_echoes = only_echoes
         self._requests = requests
-        self._shape = shape
+        self._format = answer_format
         self._envelope = envelope
         self._n = requests[0].sampling.n
         self._stop_token_ids = frozenset(requests[0].sampling.stop_token_ids)
@@ -64,7 +64,7 @@ class HttpGeneration:
     async def whole(self) -> bytes:
         """Returns the encoded response. Raises InvalidRequestError if that gets too long."""
         beginnings = [[echo.text] for echo in self._echoes] or [[] for _ in self._requests]
-        choices = [WholeChoice(self._shape, list(beginning)) for beginning in beginnings for _ in range(self._n)]
+        choices = [WholeChoice(self._format, list(beginning)) for beginning in beginnings for _ in range(self._n)]
         prompt_logprobs: dict[int, bytes] = {}
         num_bytes = 0
         async with aclosing(self._events()) as events:
@@ -82,12 +82,12 @@ class HttpGeneration:
                         choice.begin_with(self._echoes[prompt_index])
                 else:
                     prompt_logprobs[prompt_index] = await encoded_prompt_logprobs(self._edge.tokenizer, found)
-        return await whole_response(self._shape, self._envelope, choices, self._n, self._usage, prompt_logprobs)
+        return await whole_response(self._format, self._envelope, choices, self._n, self._usage, prompt_logprobs)
 
     async def stream(self, *, include_usage: bool, continuous_usage: bool) -> AsyncGenerator[bytes, None]:
         """Yields server-sent events. Raises only before the first one; a later failure becomes the last event.
         `include_usage`: the last one has the usage; `continuous_usage`: all of them have that so far."""
-        formatter = StreamFormatter(self._shape, self._envelope, include_usage=include_usage)
+        formatter = StreamFormatter(self._format, self._envelope, include_usage=include_usage)
         started = False
         try:
             async with aclosing(self._events()) as events:

@@ -4,7 +4,7 @@ patience with clients that never finish the head of a request or never take an a
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
 `MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has. When a client
-leaves, every request on its connection learns of it.
+leaves, every request on its connection learns of it, as soon as fewer than `MAX_WAITING` wait there.
 """
 
 import asyncio
@@ -63,7 +63,8 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class _FlowControl(FlowControl):
-    """uvicorn's flow control, which reads nothing more of a connection on which too many requests wait."""
+    """uvicorn's flow control, which reads nothing more of a connection on which too many requests wait, not even that
+    its client has left."""
 
     def __init__(self, transport: asyncio.Transport, waiting: Sized) -> None:
         super().__init__(transport)
@@ -88,6 +89,16 @@ class _WithoutChunks(RequestResponseCycle):
         if message["type"] == "http.response.body":
             # uvicorn sends only what it expects, and expects what it was to send when it was cancelled.
             self.expected_content_length = len(message["body"])
+        await super().send(message)
+
+
+class _AskedFirst(RequestResponseCycle):
+    """An answer to a client that asks whether to send its body (RFC 9110, 10.1.1). If the answer comes at once instead,
+    the connection ends with it: the client's next request would be taken for that body."""
+
+    async def send(self, message: Any) -> None:
+        if self.waiting_for_100_continue:
+            self.keep_alive = False
         await super().send(message)
 
 
@@ -148,6 +159,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _WithoutChunks.make(self.cycle)
+        elif self.expect_100_continue:
+            self.cycle.__class__ = _AskedFirst
         self._unanswered.append(self.cycle)
         self.flow.resume_reading()  # uvicorn stops if this one has to wait, and would not see the client leave
 

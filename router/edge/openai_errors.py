@@ -47,7 +47,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
             else error.detail
         )
         return JSONResponse(refusal_body(message), status_code=error.status_code, headers=error.headers)
-    return _error_response(KVRelayError("internal error"))
+    response = _error_response(KVRelayError("internal error"))
+    response.headers["connection"] = "close"  # as the server does when it has logged it
+    return response
 
 
 def _error_response(error: KVRelayError) -> Response:

@@ -118,7 +118,7 @@ class WholeChoice:
     the list's name. They are encoded as they come: at the end, those of a long response would keep the event loop
     waiting for seconds. `echoed` has those of the prompt, which all its choices share, and which come first."""
 
-    shape: Format
+    answer_format: Format
     text: list[str] = field(default_factory=list)
     echoed: Mapping[str, bytes] = field(default_factory=dict)
     logprobs: dict[str, bytearray] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class WholeChoice:
         self.text.append(chunk.text)
         num_bytes = len(chunk.text)
         if chunk.logprobs:
-            for name, items in self.shape.logprobs(chunk.logprobs, chunk.text_offsets).items():
+            for name, items in self.answer_format.logprobs(chunk.logprobs, chunk.text_offsets).items():
                 encoded = self.logprobs.setdefault(name, bytearray())
                 if items is not None:
                     num_bytes -= len(encoded)
@@ -248,9 +248,9 @@ class Envelope:
 class StreamFormatter:
     """What turns the chunks of all choices of one request into server-sent events."""
 
-    def __init__(self, shape: Format, envelope: Envelope, *, include_usage: bool) -> None:
-        self._shape = shape
-        self._head = envelope.head(shape.chunk_object_name)
+    def __init__(self, answer_format: Format, envelope: Envelope, *, include_usage: bool) -> None:
+        self._format = answer_format
+        self._head = envelope.head(answer_format.chunk_object_name)
         if include_usage:
             self._head["usage"] = None
         self._prefix = self._choice_prefix()
@@ -265,10 +265,10 @@ class StreamFormatter:
         """Returns the events of a chunk; no bytes if the chunk has nothing to show. `echo` as in `Format.opening`."""
         logprobs = "null"
         if chunk.logprobs:
-            logprobs = to_json(self._shape.logprobs(chunk.logprobs, chunk.text_offsets))
+            logprobs = to_json(self._format.logprobs(chunk.logprobs, chunk.text_offsets))
         message = ""
         if chunk.text or chunk.logprobs:
-            delta = self._shape.delta(to_json(chunk.text))
+            delta = self._format.delta(to_json(chunk.text))
             message = f'{self._prefix}{index},{delta},"logprobs":{logprobs},"finish_reason":null}}]}}\n\n'
         if index in self._opened and chunk.finish_reason is None:
             return message.encode()
@@ -286,7 +286,7 @@ class StreamFormatter:
         if index in self._opened:
             return []
         self._opened.add(index)
-        members = self._shape.opening(echo)
+        members = self._format.opening(echo)
         if members is None:
             return []
         return [f"{self._prefix}{index},".encode(), *members, b',"finish_reason":null}]}\n\n']
@@ -296,7 +296,7 @@ class StreamFormatter:
             return b""
         choice = {
             "index": index,
-            **self._shape.closing(),
+            **self._format.closing(),
             "logprobs": None,
             "finish_reason": chunk.finish_reason.value,
             "stop_reason": stop_reason,
@@ -305,7 +305,7 @@ class StreamFormatter:
 
 
 async def whole_response(
-    shape: Format,
+    answer_format: Format,
     envelope: Envelope,
     choices: Sequence[WholeChoice],
     n: int,
@@ -314,33 +314,35 @@ async def whole_response(
 ) -> bytes:
     """Returns the body of a response that is not streamed. `choices` are in order, `n` for each prompt;
     `prompt_logprobs` are encoded, by prompt, if they were asked for."""
-    pieces: Pieces = [to_json(envelope.head(shape.object_name))[:-1].encode(), b',"choices":[']
+    pieces: Pieces = [to_json(envelope.head(answer_format.object_name))[:-1].encode(), b',"choices":[']
     for index, choice in enumerate(choices):
         if index > 0:
             pieces.append(b",")
             await asyncio.sleep(0)  # a hundred of them may be long
         body: Json = {
             "index": index,
-            **shape.whole("".join(choice.text)),
+            **answer_format.whole("".join(choice.text)),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        shown = prompt_logprobs.get(index // n) if shape.prompt_logprobs_in_choices else None
+        shown = prompt_logprobs.get(index // n) if answer_format.prompt_logprobs_in_choices else None
         pieces += _extended(body, logprobs=choice.encoded_logprobs(), prompt_logprobs=shown)
     trace = usage.trace_as_json()
     rest = {"usage": usage.as_json()} | ({} if trace is None else {"kvrelay": trace})
-    shown = None if shape.prompt_logprobs_in_choices else prompt_logprobs.get(0)
+    shown = None if answer_format.prompt_logprobs_in_choices else prompt_logprobs.get(0)
     first, *others = _extended(rest, prompt_logprobs=shown)
     return b"".join((*pieces, b"],", first[1:], *others))
 
 
-async def tokens_response(token_ids: Sequence[int], texts: Sequence[str] | None, *, max_model_len: int) -> bytes:
-    """Returns the body of an answer with the tokens of a prompt, and the text of each unless `texts` is None, in vLLM's
-    form. The event loop turns after some of them, because there may be millions."""
+async def tokens_response(
+    token_ids: Sequence[int], token_strs: Sequence[str | None] | None, *, max_model_len: int
+) -> bytes:
+    """Returns the body of an answer with the tokens of a prompt, in vLLM's form. `token_strs`: each as the vocabulary
+    writes it, unless left out. The event loop turns after some of them, because there may be millions."""
     body: Json = {"count": len(token_ids), "max_model_len": max_model_len}
     tokens = await _encoded_list(token_ids)
-    token_strs = None if texts is None else await _encoded_list(texts)
-    return b"".join(_extended(body, tokens=tokens, token_strs=token_strs))
+    strs = None if token_strs is None else await _encoded_list(token_strs)
+    return b"".join(_extended(body, tokens=tokens, token_strs=strs))
 
 
 async def _encoded_list(items: Sequence[object]) -> Pieces:

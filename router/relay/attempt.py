@@ -28,17 +28,9 @@ refill are over and their leases released. Nothing here waits, so no cancellatio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
-from kvrelay.core.errors import (
-    DeadlineError,
-    InvalidRequestError,
-    KVRelayError,
-    NotFiniteError,
-    NotTakenError,
-    UnavailableError,
-)
+from kvrelay.core.errors import DeadlineError, InvalidRequestError, KVRelayError, NotFiniteError, UnavailableError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
@@ -54,6 +46,7 @@ from router.relay.decode_client import (
     KVReady,
     PromptComputed,
 )
+from router.relay.loss import Loss, NodeLostError
 from router.relay.prefill_client import (
     PrefillAccepted,
     PrefillEnded,
@@ -61,9 +54,9 @@ from router.relay.prefill_client import (
     PrefillFinished,
     PrefillProgress,
 )
-from router.relay.recovery_metrics import MigrationCause, Rung
+from router.relay.recovery_metrics import Rung
 from router.relay.refill import Refill, blocks_only
-from router.relay.resolved_placement import DecodePlacement, PrefillPlacement, ResolvedPlacement
+from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
 from router.relay.supply import Supply
 from router.relay.tally import Tally
 from router.request import NodeRequest
@@ -71,33 +64,6 @@ from router.request import NodeRequest
 _logger = logging.getLogger(__name__)
 
 ClientEvent = TokenOutput | PromptLogprobs
-
-
-class Loss(Enum):
-    """How an attempt lost a node. That a prefill node is lost after its first token does not count: the request goes
-    on."""
-
-    PREFILLING = "prefill node before its first token"
-    WAITING = "decode node before the prefill node's first token"
-    DECODING = "decode node that had the first token or was to compute it"
-
-    @property
-    def cause(self) -> MigrationCause:
-        """Returns the label in metrics."""
-        return "prefill_node_lost" if self is Loss.PREFILLING else "decode_node_lost"
-
-
-class NodeLostError(UnavailableError):
-    """An attempt failed because of one node; another attempt without this node may succeed. `was_taken`: the node may
-    have taken the request, which then may be what ends it. `doubts_kv`: the blocks that nodes hold of the request may
-    be why, and one that was told so may not have heard it yet."""
-
-    def __init__(self, node: DecodePlacement | PrefillPlacement, loss: Loss, error: KVRelayError) -> None:
-        super().__init__(str(error))
-        self.source = node.source
-        self.loss = loss
-        self.was_taken = not isinstance(error, NotTakenError)
-        self.doubts_kv = isinstance(error, NotFiniteError)
 
 
 class PlaceRefill(Protocol):

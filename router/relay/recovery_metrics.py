@@ -34,8 +34,8 @@ class RecoveryMetrics:
             "Placements of a request beyond its first, because a node was lost.",
             cause=get_args(MigrationCause),
         )
-        self._replayed = counters(
-            "replayed_tokens_total", "Tokens, prompt and output, given to another node after one was lost."
+        self._migrated = counters(
+            "migrated_tokens_total", "Tokens, prompt and output, given to another node after one was lost."
         )[()]
         self._recomputed = counters(
             "recomputed_tokens_total",
@@ -64,7 +64,7 @@ class RecoveryMetrics:
     def migrated(self, cause: MigrationCause, *, num_tokens: int) -> None:
         """Counts that outputs were placed again, with a prompt of `num_tokens` tokens, output so far included."""
         self._migrations[(cause,)].inc()
-        self._replayed.inc(num_tokens)
+        self._migrated.inc(num_tokens)
 
     def recomputed(self, cause: RecomputationCause, *, num_tokens: int) -> None:
         self._recomputed[(cause,)].inc(num_tokens)

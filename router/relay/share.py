@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.kv.source import KVSource
-from router.relay.attempt import Attempt, Loss, NodeLostError
+from router.relay.attempt import Attempt
+from router.relay.loss import Loss, NodeLostError
 
 
 @dataclass(slots=True)

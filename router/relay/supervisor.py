@@ -42,9 +42,10 @@ from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.turns import ITEMS_AT_A_TIME, OneAtATime
 from router.nodes.node import NodeHandle
-from router.relay.attempt import Attempt, AttemptEvent, ClientEvent, NodeLostError
+from router.relay.attempt import Attempt, AttemptEvent, ClientEvent
 from router.relay.inbox import Inboxes
 from router.relay.limits import RelayLimits
+from router.relay.loss import NodeLostError
 from router.relay.placer import Placer
 from router.relay.prefill_client import PrefillFinished
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement

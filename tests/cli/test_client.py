@@ -145,6 +145,19 @@ def test_complete_reads_standard_input(
     assert "1 block moved; 3 tokens" in captured.err
 
 
+def test_an_empty_prompt_comes_by_standard_input(
+    running: RunningRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        client.complete(["", "--url", running.url])
+    assert "PROMPT is missing: The text to continue; - reads standard input, which may be empty." in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert client.complete(["-", "--url", running.url]) == 0
+    assert [request.prompt for request in running.router.asked] == [""]
+
+
 @pytest.mark.parametrize("command", [client.complete, client.chat])
 def test_an_answer_that_was_cut_off_is_told_from_one_that_has_ended(
     running: RunningRouter, capsys: pytest.CaptureFixture[str], command: Callable[[Sequence[str]], int]

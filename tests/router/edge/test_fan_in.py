@@ -54,7 +54,7 @@ async def test_closing_while_the_queue_is_full_leaves_no_task(num_sources: int) 
     before = asyncio.all_tasks()
     async with aclosing(merged([source.items() for source in sources])) as items:
         await anext(items)
-        for _ in range(QUEUE_ITEMS * 4):  # far more turns of the loop than the queue has places
+        for _ in range(1000):  # far more turns of the loop than the queue has places
             await asyncio.sleep(0)
         assert sum(source.num_taken for source in sources) <= QUEUE_ITEMS + 2 * num_sources, "the sources wait"
     assert all(source.closed for source in sources)

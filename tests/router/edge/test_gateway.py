@@ -344,6 +344,7 @@ async def test_an_unexpected_failure_does_not_show_its_message(
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error"
     assert response.headers["x-request-id"]
+    assert response.headers["connection"] == "close", "as the server does"
 
 
 async def test_a_text_with_ends_of_lines_cuts_no_event_of_its_stream(gateway: Gateway, relay: ScriptedRelay) -> None:

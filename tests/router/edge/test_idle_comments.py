@@ -15,8 +15,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.bench.sse import SseParser
 from router.edge.http_exchange import EventStream
-from router.edge.idle_comments import COMMENT
+from router.edge.idle_comments import COMMENT, COMMENT_SECONDS
 from tests.router.edge.edge_parts import http_server
+from tests.simulation.virtual_loop import VirtualLoop
 
 PATIENCE = 10.0
 SHORT, LONG = 0.001, 1000.0
@@ -88,6 +89,25 @@ async def test_a_stream_that_has_begun_gets_comments_while_it_waits_and_then_its
     assert [sent for sent in client.sent if sent != COMMENT] == [EVENTS[0], EVENTS[1], DONE, b""]
     assert client.sent[:4] == [EVENTS[0], COMMENT, COMMENT, COMMENT]
     assert client.sent[-4:] == [COMMENT, COMMENT, DONE, b""]
+
+
+def test_events_that_keep_coming_have_no_comment_between_them() -> None:
+    async def streams() -> list[bytes]:
+        client = Client()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            for _ in range(10):
+                yield EVENTS[0]
+                await asyncio.sleep(0.9 * COMMENT_SECONDS)
+
+        await EventStream(events())({"type": "http"}, client.receive, client.send)
+        return client.sent
+
+    loop = VirtualLoop()  # in which sleeping takes no real time
+    try:
+        assert loop.run_until_complete(streams()) == [EVENTS[0]] * 10 + [b""]
+    finally:
+        loop.close()
 
 
 async def test_before_the_first_event_nothing_is_sent() -> None:

@@ -43,6 +43,37 @@ async def test_a_client_that_asks_before_it_sends_too_long_a_body_is_refused_wit
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "content_type", "length", "status"),
+    [
+        ("/v1/completions", "application/json", (1 << 20) + 1, 413),
+        ("/v1/completions", "text/plain", 9, 415),
+        ("/nowhere", "application/json", 9, 404),
+    ],
+)
+async def test_a_refusal_before_the_body_was_asked_for_ends_the_connection(
+    gateway: Gateway, path: str, content_type: str, length: int, status: int
+) -> None:
+    """What the client sends next would be taken for the body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    head = f"POST {path} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-type: {content_type}\r\ncontent-length: {length}"
+    writer.write(head.encode() + b"\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), PATIENCE)
+    assert answer.startswith(b"HTTP/1.1 %d" % status) and b"\r\nconnection: close\r\n" in answer
+    writer.close()
+
+
+async def test_a_client_that_was_asked_for_its_body_keeps_the_connection(gateway: Gateway) -> None:
+    body = json.dumps(COMPLETION).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    for _ in range(2):
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
+        await asyncio.wait_for(reader.readuntil(b"100 Continue\r\n\r\n"), PATIENCE)
+        writer.write(body)
+        assert (await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
 async def test_too_long_a_body_that_does_not_go_on_is_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

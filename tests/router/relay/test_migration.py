@@ -48,7 +48,7 @@ async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() 
         assert (trace.prefill_node, trace.decode_node, trace.num_migrations) == ("prefill-0", "decode-1", 1)
         assert trace.num_computed_tokens == 10, "of the prompt: what the replay computes is counted elsewhere"
         assert nodes.metric("request_migrations_total", cause="decode_node_lost") == 1
-        assert nodes.metric("replayed_tokens_total") == 13
+        assert nodes.metric("migrated_tokens_total") == 13
         assert nodes.metric("recomputed_tokens_total", cause="migration") == 1
         assert_idle(nodes)
 

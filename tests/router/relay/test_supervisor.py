@@ -20,7 +20,7 @@ from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.v1 import decode_node_pb2
-from router.relay.attempt import Loss
+from router.relay.loss import Loss
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
 from router.relay.share import Share
 from tests.router.routed import a_request, assert_idle, begun, expire, give_up, opened, take, take_trace
