@@ -206,7 +206,7 @@ class PrefixAware:
     same beginning.)
 
     The decode node prefills by itself (conditional disaggregation) in five cases. It then fetches what others hold,
-    but in the second. "Missing" are the tokens that neither it nor anyone whose KV gets to it holds:
+    but in the second. "Missing" are those that neither it nor anyone whose KV gets to it holds, nor its queue has:
 
     - No prefill node is live, or none whose KV gets to the decode node.
     - It holds all but `local_prefill_max_tokens` tokens: moving these would cost a round trip and save one small chunk.
@@ -268,9 +268,10 @@ class PrefixAware:
         """Returns why `decode` prefills with what it fetches from `sources`, None if `prefill` does, at which it has
         this cost."""
         held = sources[0].num_blocks if sources else decode.num_held_blocks
-        missing = facts.uncached_tokens(max(held, decode.num_coming_blocks))
-        if missing <= self._local_prefill_max_tokens and prefill.num_held_blocks <= decode.num_held_blocks:
+        is_short = facts.uncached_tokens(held) <= self._local_prefill_max_tokens
+        if is_short and prefill.num_held_blocks <= decode.num_held_blocks:
             return PlacementReason.SHORT_SUFFIX
+        missing = facts.uncached_tokens(max(held, decode.num_coming_blocks))
         moved_cost = _MOVED_TOKEN * (held - decode.num_held_blocks) * facts.block_size
         computed = missing + decode.num_queued_tokens
         on_lent_cores = decode.num_decoding > 0 and decode.core_table == prefill.core_table != ""
@@ -301,8 +302,7 @@ class PrefixAware:
         cheapest = min(prefill_costs.values(), default=math.inf)
         for node in candidates.decode:
             if candidates.broken:
-                usable = candidates.prefill_for(node)
-                cheapest = min((prefill_costs[other.node_id] for other in usable), default=math.inf)
+                cheapest = min((prefill_costs[p.node_id] for p in candidates.prefill_for(node)), default=math.inf)
             absent = max(0, facts.num_prompt_tokens - node.num_coming_blocks * facts.block_size)
             cost = cheapest + _MOVED_TOKEN * absent
             if math.isinf(cost) or (follows and self._local_prefill_max_tokens):

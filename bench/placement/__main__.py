@@ -70,10 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "least_loaded": LeastLoaded(),
         "round_robin": RoundRobin(),
     }
-    print(
-        "times in ms; of the prompts' tokens, what was held, fetched and computed where they were prefilled; tokens of"
-    )
-    print("the busiest decode node, of the mean")
+    print("times in ms; of the prompts' tokens: held, fetched and computed by the nodes that prefilled;")
+    print("busiest: tokens of the decode node that made the most, of the mean")
     print(f"{'':14}" + "".join(f"{column:>{_WIDTH}}" for column in _COLUMNS))
     for name, policy in policies.items():
         try:

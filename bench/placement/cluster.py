@@ -7,7 +7,7 @@ is computed or has come, and when an answer has ended.
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from bench.placement.nodes import DecodeNode, EventQueue, NodeCosts, NodeLimits, PrefillNode, Request
@@ -76,11 +76,10 @@ class VirtualCluster:
         request.decode_node = placement.decode
         request.num_claimed_blocks = facts.num_new_blocks(held.get(placement.decode, 0))
         sources = placement.decode_sources if placement.prefill is None else placement.sources
-        most_held = max([held.get(placement.prefill or placement.decode, 0), *(hint.num_blocks for hint in sources)])
         prefilling = self._prefill[placement.prefill] if placement.prefill else self._decode[placement.decode]
-        most_held = max(most_held, self._num_coming(prefilling, request))
+        found = max([self._num_coming(prefilling, request, held), *(hint.num_blocks for hint in sources)])
         prefilling.coming.begin(request.beginnings)
-        request.num_charged_tokens = facts.uncached_tokens(most_held)
+        request.num_charged_tokens = facts.uncached_tokens(found)
         decode = self._decode[placement.decode]
         if placement.prefill is not None:
             decode.expect(request)
@@ -99,8 +98,7 @@ class VirtualCluster:
             self._on_answered(request)
             return
         held = decode.pool.num_leading(request.prompt_blocks) * self._limits.block_size
-        request.num_moved_tokens = request.num_prompt_tokens - held
-        moved_at = request.began_prefill + request.num_moved_tokens * self._costs.moved_token
+        moved_at = request.began_prefill + (request.num_prompt_tokens - held) * self._costs.moved_token
         self._events.after(moved_at - self._events.now, partial(decode.add, request))
 
     def _on_answered(self, request: Request) -> None:
@@ -111,17 +109,18 @@ class VirtualCluster:
     def _held_by(self, hints: Sequence[SourceHint]) -> list[Pool]:
         return [self._pools[hint.node_id] for hint in hints]
 
-    def _num_coming(self, node: PrefillNode | DecodeNode, request: Request) -> int:
-        return node.coming.num_common_tokens(request.beginnings) // self._limits.block_size
+    def _num_coming(self, node: PrefillNode | DecodeNode, request: Request, held: Mapping[str, int]) -> int:
+        num_common_tokens = node.coming.num_common_tokens(request.beginnings)
+        return max(held.get(node.pool.node_id, 0), num_common_tokens // self._limits.block_size)
 
-    def _candidates(self, request: Request, held: dict[str, int]) -> Candidates:
+    def _candidates(self, request: Request, held: Mapping[str, int]) -> Candidates:
         return Candidates(
             prefill=tuple(
                 PrefillCandidate(
-                    node_id,
-                    held.get(node_id, 0),
-                    max(held.get(node_id, 0), self._num_coming(node, request)),
-                    node.num_queued_tokens,
+                    node_id=node_id,
+                    num_held_blocks=held.get(node_id, 0),
+                    num_coming_blocks=self._num_coming(node, request, held),
+                    num_queued_tokens=node.num_queued_tokens,
                 )
                 for node_id, node in self._prefill.items()
             ),
@@ -129,7 +128,7 @@ class VirtualCluster:
                 DecodeCandidate(
                     node_id=node_id,
                     num_held_blocks=held.get(node_id, 0),
-                    num_coming_blocks=max(held.get(node_id, 0), self._num_coming(node, request)),
+                    num_coming_blocks=self._num_coming(node, request, held),
                     num_queued_tokens=node.num_queued_tokens,
                     num_sequences=node.num_sequences,
                     num_free_blocks=node.num_free_blocks,

@@ -73,7 +73,6 @@ class Request:
     num_claimed_blocks: int = 0  # what it thinks that the decode node has to find room for
     num_held_tokens: int = 0  # of the prompt, by the node that prefills
     num_fetched_tokens: int = 0  # by that one from others
-    num_moved_tokens: int = 0  # by the decode node, from that one and others
     num_left_tokens: int = 0  # of the prompt, for the decode node to compute
     has_begun: bool = False  # to be computed there
     num_made_tokens: int = 0

@@ -1,9 +1,9 @@
 """The prompts that a node is to compute, as far as this router knows: a later prompt with the same beginning will find
 the blocks of that there, which the index of blocks knows nothing of yet.
 
-Prompts are compared by Python's hashes of their first 256, 512, 768 ... tokens, which take about a tenth of the time
-that naming all blocks takes: only those are named that some node holds, and one more. Two beginnings with the same hash
-cost a worse placement, nothing else.
+Prompts are compared by Python's hashes of their first 256, 512, 768 ... tokens. Names of all their blocks would take
+much longer: only those are named that some node holds, and one more. Two beginnings with the same hash cost a worse
+placement, nothing else.
 """
 
 from collections import Counter

@@ -32,9 +32,15 @@ def test_what_a_prefill_node_will_hold_need_not_be_fetched() -> None:
         assert PrefixAware(0).choose(facts(), nodes).prefill == chosen
 
 
-def test_a_decode_node_that_is_to_compute_the_same_beginning_computes_the_rest() -> None:
-    nodes = candidates(prefill("p"), decode("d0", coming=59, queued=900))
-    assert PrefixAware(64).choose(facts(), nodes).reason is PlacementReason.SHORT_SUFFIX
+@pytest.mark.parametrize(
+    ("queued", "reason"), [(940, PlacementReason.PREFILL_BUSY), (945, PlacementReason.DISAGGREGATED)]
+)
+def test_a_decode_node_that_is_to_compute_the_same_beginning_computes_the_rest_if_that_is_faster(
+    queued: int, reason: PlacementReason
+) -> None:
+    """56 tokens are missing there once its queue is done, which are few, but the idle prefill node needs 1,000."""
+    nodes = candidates(prefill("p"), decode("d0", coming=59, queued=queued))
+    assert PrefixAware(64).choose(facts(), nodes).reason is reason
 
 
 @pytest.mark.parametrize(("queued", "chosen"), [(950, "d1"), (970, "d0")])
