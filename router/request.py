@@ -58,6 +58,12 @@ class NodeRequest:
         return len(self.token_ids) - self.num_prior_output_tokens + self.sampling.max_tokens
 
     @property
+    def ends_with_next_token(self) -> bool:
+        """Tells whether every output has its last token with the next one, so that a prompt which is prefilled
+        elsewhere is never decoded."""
+        return self.num_prior_output_tokens + 1 == self.sampling.max_tokens
+
+    @property
     def choices(self) -> range:
         """Returns the indices of the outputs asked for."""
         return range(self.first_choice_index, self.first_choice_index + self.sampling.n)

@@ -2,7 +2,7 @@
 
 1. D and P have been chosen, or D alone (`local_prefill`).
 2. D is told to admit and P to prefill, at the same time. P answers with a lease, which is renewed at intervals from
-   then on.
+   then on. D hears nothing of outputs that end with their first tokens: steps 3, 5 and 6 are not for them.
 3. P reports published blocks (`PrefillProgress`). Each report is forwarded to D as a pull.
 4. P reports the first new token of every output (`PrefillFinished`). These tokens go to the client at once, and to D as
    the start of decoding; nothing waits for the transfer. Outputs that end with this token are over; if all are, D is
@@ -130,9 +130,19 @@ class Attempt:
         self._sink = sink
         timeout = self._time_left()
         self._tally.placed(self._node_request, num_uncached_tokens=(self._prefill or self._decode).num_uncached_tokens)
-        self._session = self._decode.client.open(self._wire_id, sink)
+        if self._prefill is None or not self._node_request.ends_with_next_token:
+            self._session = self._admit(timeout)
+        if self._prefill is None:
+            self._charge.begin()
+            self._decoding = set(self._node_request.choices)
+            return
+        self._supply = self._supply_by(self._prefill, self._session)
+        self._supply.open(self._wire_id, self._node_request, timeout=timeout, sink=sink)
+
+    def _admit(self, timeout: float) -> DecodeSession:
+        session = self._decode.client.open(self._wire_id, self._sink)
         self._decode.node.num_sequences += self._node_request.sampling.n  # from now on, `close` takes it back
-        self._session.admit(
+        session.admit(
             self._node_request,
             epoch=self._decode.source.epoch,
             local_prefill=self._prefill is None,
@@ -140,12 +150,7 @@ class Attempt:
             timeout=timeout,
             sources=self._decode.sources,
         )
-        if self._prefill is None:
-            self._charge.begin()
-            self._decoding = set(self._node_request.choices)
-            return
-        self._supply = self._supply_by(self._prefill, self._session)
-        self._supply.open(self._wire_id, self._node_request, timeout=timeout, sink=sink)
+        return session
 
     @property
     def awaited(self) -> str:
@@ -235,9 +240,12 @@ class Attempt:
             self._session.finish(index)
 
     def _on_first_tokens(self, finished: PrefillFinished) -> Sequence[ClientEvent]:
-        assert self._session is not None and self._prefill is not None and self._supply is not None
+        assert self._prefill is not None and self._supply is not None
         if {output.index for output in finished.first_tokens} != set(self._node_request.choices):
             raise self._prefill_lost(KVRelayError("the prefill node did not answer with a token of every output"))
+        decoding = {output.index for output in finished.first_tokens if output.finish_reason is None}
+        if decoding and self._session is None:
+            raise self._prefill_lost(KVRelayError("the prefill node did not end every output with its last token"))
         self._supply.computed()
         self._has_first_tokens = True
         self.prefill_node = self._prefill.source.node_id
@@ -247,9 +255,9 @@ class Attempt:
             num_cached_tokens=finished.num_cached_tokens,
             fetches=finished.fetches,
         )
-        self._decoding = {output.index for output in finished.first_tokens if output.finish_reason is None}
-        self.unfinished &= self._decoding
-        if self._decoding:
+        self._decoding = decoding
+        self.unfinished &= decoding
+        if decoding and self._session is not None:
             self._session.start(finished.first_tokens)
         if self._node_request.sampling.prompt_logprobs is None:
             return finished.first_tokens
@@ -337,7 +345,9 @@ class Attempt:
             self._session.distrust()
         return NodeLostError(self._prefill, Loss.PREFILLING, error)
 
-    def _supply_by(self, placement: PrefillPlacement, session: DecodeSession) -> Supply:
+    def _supply_by(self, placement: PrefillPlacement, session: DecodeSession | None) -> Supply:
+        if session is None:
+            return Supply(placement, None, None)
         return Supply(placement, session, self._decode.node.links.begin(placement.source, self.decode_node))
 
     def _rungs(self) -> dict[str, Rung]:

@@ -101,8 +101,9 @@ class Placer:
         prompt = self._prompt(node_request, next(self._numbers))
         placement = self._policy.choose(prompt.facts, _candidates(usable, prompt))
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
-        chosen = usable[placement.decode]
-        chosen.num_claimed_blocks += prompt.facts.num_new_blocks(prompt.num_held_blocks(chosen))
+        if placement.prefill is None or not node_request.ends_with_next_token:
+            chosen = usable[placement.decode]
+            chosen.num_claimed_blocks += prompt.facts.num_new_blocks(prompt.num_held_blocks(chosen))
         decode = _resolved(self._decode_clients, placement.decode, placement.decode_sources, usable, prompt)
         prefill = None
         if placement.prefill is not None:

@@ -1,4 +1,5 @@
 """The blocks that a prefill node computes for the decode node D of an attempt: D is told of them as they are published.
+Where the outputs end with their first tokens there is no D, and nobody is told.
 
 Invariant: once a supply is closed, its prefill is over and its lease released, what the link to D has shown is noted,
 and the node's counts are as without it. Nothing here waits.
@@ -16,9 +17,9 @@ from router.request import NodeRequest
 
 class Supply:
     """The supply by one node: the owner calls `open`, then tells it what the events say, then `close`. `session` is
-    that of D, and `delivery` that of the blocks to it."""
+    that of D, and `delivery` that of the blocks to it; both are None without D."""
 
-    def __init__(self, placement: PrefillPlacement, session: DecodeSession, delivery: Delivery) -> None:
+    def __init__(self, placement: PrefillPlacement, session: DecodeSession | None, delivery: Delivery | None) -> None:
         self.num_published_blocks = 0
         self._placement = placement
         self._session = session
@@ -53,7 +54,8 @@ class Supply:
 
     def settle(self, fetches: FetchReport, *, lacks_blocks: bool) -> None:
         """Notes what D has fetched; see `Delivery.settle`."""
-        self._delivery.settle(fetches, lacks_blocks=lacks_blocks)
+        if self._delivery is not None:
+            self._delivery.settle(fetches, lacks_blocks=lacks_blocks)
 
     def release(self) -> None:
         """Releases the lease, because D has its blocks. Idempotent."""
@@ -63,9 +65,11 @@ class Supply:
     def close(self) -> None:
         """Ends the prefill. Must be called however the attempt ends. Idempotent."""
         self._charge.end()
-        self._delivery.close()
+        if self._delivery is not None:
+            self._delivery.close()
         if self._prefilling is not None:
             self._prefilling.close()
 
     def _pull(self, *, ended: bool) -> None:
-        self._session.pull(self._placement.source, self.num_published_blocks, ended=ended)
+        if self._session is not None:
+            self._session.pull(self._placement.source, self.num_published_blocks, ended=ended)
