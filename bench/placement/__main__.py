@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = load_settings(ServeBenchSettings, load, prog=parser.prog)
     if settings.concurrency is not None:
         parser.error("--concurrency: nothing holds requests back here; give --request-rate alone")
+    if not settings.draws_prompts:
+        parser.error(f"--workload {settings.workload}: nobody counts the tokens of its prompts here")
     try:
         [plan] = plans_of(settings)
     except ConfigurationError as error:

@@ -30,11 +30,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request as a workload describes it. `segments` are what its prompt adds to the conversation so far."""
+    """One request as a workload describes it. `segments` are what its prompt adds to the conversation so far, or `text`
+    is all of its prompt."""
 
     segments: tuple[Segment, ...]
     max_tokens: int
     kind: str = ""  # with several kinds in a run there are also figures for each
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class RequestRecord:
     sent: float  # what it is later than `due` is the client's delay
     arrivals: Sequence[float]
     finished: float
-    num_drawn_tokens: int  # of the prompt as it was made; as text it may be more or fewer
+    num_drawn_tokens: int  # of the prompt as it was made; as text it may be more or fewer; 0 of one that was given
     num_prompt_tokens: int
     num_output_tokens: int
     num_wanted_tokens: int

@@ -77,7 +77,9 @@ async def _client(settings: BenchSettings, clock: Clock) -> AsyncIterator[Client
         await client.close()
 
 
-def _vocabulary(settings: BenchSettings, model: str) -> Vocabulary:
+def _vocabulary(settings: BenchSettings, model: str) -> Vocabulary | None:
+    if not settings.draws_prompts:
+        return None
     if settings.vocab_size is not None:
         return Vocabulary.of_size(settings.vocab_size)
     return Vocabulary.of_tokenizer(settings.tokenizer or model)

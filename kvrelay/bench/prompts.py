@@ -52,10 +52,10 @@ class Vocabulary:
 
 
 class PromptBuilder:
-    """The maker of a run's prompts, all in one format."""
+    """The maker of a run's prompts, all in one format. It needs no vocabulary for those that are given."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt_format: PromptFormat, *, seed: int) -> None:
-        if prompt_format != "token_ids" and vocabulary.decode is None:
+    def __init__(self, vocabulary: Vocabulary | None, prompt_format: PromptFormat, *, seed: int) -> None:
+        if prompt_format != "token_ids" and vocabulary is not None and vocabulary.decode is None:
             raise ConfigurationError(
                 f"prompts as {prompt_format} need a tokenizer: give --tokenizer, or send token ids to a completions "
                 "endpoint (--prompt-format token_ids)"
@@ -66,6 +66,7 @@ class PromptBuilder:
 
     def pieces(self, segments: Sequence[Segment]) -> Iterator[list[int]]:
         """Yields the tokens of the segments in pieces that take well under a millisecond each to draw."""
+        assert self._vocabulary is not None
         for segment in segments:
             draw = random.Random(f"{self._seed}/{segment.name}")
             for begin in range(0, segment.length, _PIECE_TOKENS):
@@ -76,8 +77,12 @@ class PromptBuilder:
 
     def text_pieces(self, segments: Sequence[Segment]) -> Iterator[str]:
         """Yields the text of each piece. A server may count a few tokens more or less than were drawn."""
-        assert self._vocabulary.decode is not None
+        assert self._vocabulary is not None and self._vocabulary.decode is not None
         yield from map(self._vocabulary.decode, self.pieces(segments))
+
+    def given(self, text: str) -> Prompt:
+        """Returns a prompt of exactly this text."""
+        return (("user", text),) if self._format == "chat" else text
 
     def conversation(self, name: str) -> "Conversation":
         """Returns an empty conversation. Its made-up answers are drawn by `name`."""

@@ -13,8 +13,8 @@ from kvrelay.bench.workloads import Session
 
 @dataclass(frozen=True, slots=True)
 class ReadyRequest:
-    """One request: what it asks, the tokens of its prompt with all earlier turns, and the function that sends it.
-    `is_later_turn` tells that there are such turns."""
+    """One request: what it asks, the tokens of its prompt with all earlier turns (0 of a given text), and the function
+    that sends it. `is_later_turn` tells that there are such turns."""
 
     spec: RequestSpec
     num_prompt_tokens: int
@@ -40,7 +40,7 @@ class SessionRequests:
         if spec is None:
             return None
         conversation = self._conversation or self._builder.conversation(self._name)
-        prompt = await conversation.ask(spec.segments)
+        prompt = self._builder.given(spec.text) if spec.text else await conversation.ask(spec.segments)
         is_later_turn = self._num_said > 0
         num_prompt_tokens = self._num_said + sum(segment.length for segment in spec.segments)
         if self._conversation is not None:

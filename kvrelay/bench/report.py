@@ -95,6 +95,9 @@ def _notes(result: RunResult) -> Iterator[str]:
     summary = result.summary
     if summary.cached_tokens:
         yield f"{summary.cached_tokens} prompt tokens came from the server's cache"
+    uncounted = sum(one.num_prompt_tokens == 0 for one in result.records if one.failure is None)
+    if uncounted:
+        yield f"prompt tokens are without those of {uncounted} requests, of which the server did not say how many"
     if abs(result.prompt_growth - 1) > _PROMPT_GROWTH:
         yield f"the server counted {result.prompt_growth:.2f} times the prompt tokens that were asked for"
     if summary.counted_by != "usage":

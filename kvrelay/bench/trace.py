@@ -2,13 +2,13 @@
 `hash_ids`. Each hash id stands for 512 tokens of the prompt (the last one for the rest); equal ids are equal tokens.
 """
 
-import json
 import math
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kvrelay.bench.base import RequestSpec, Segment
+from kvrelay.bench.json_lines import read_objects
 from kvrelay.bench.workloads import Session
 from kvrelay.core.errors import ConfigurationError
 
@@ -22,45 +22,32 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) ->
     """
     sessions: list[Session] = []
     first: float | None = None
-    for number, line in _lines(path):
-        if limit is not None and len(sessions) == limit:
-            break
-        timestamp, request = _parse(path, number, line)
+    for place, entry in islice(read_objects("--trace", path), limit):
+        timestamp, request = _parse(place, entry)
         first = timestamp if first is None else first
         if timestamp < first:
-            raise ConfigurationError(f"--trace: {path}:{number}: timestamp is before the first line's")
+            raise ConfigurationError(f"{place}: timestamp is before the first line's")
         sessions.append(Session((timestamp - first) / 1e3 / speedup, [request]))
-    if not sessions:
-        raise ConfigurationError(f"--trace: {path} holds no requests")
     return sessions
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--trace: cannot read {path}: {error}") from error
-
-
-def _parse(path: Path, number: int, line: str) -> tuple[float, RequestSpec]:
+def _parse(place: str, entry: dict[str, Any]) -> tuple[float, RequestSpec]:
     """Returns the timestamp in milliseconds, and the request."""
     try:
-        entry: dict[str, Any] = json.loads(line)
         timestamp = float(entry["timestamp"])
         if not math.isfinite(timestamp):
             raise ValueError(f"timestamp is {timestamp}")
         input_length, output_length = int(entry["input_length"]), int(entry["output_length"])
         hash_ids = [int(hash_id) for hash_id in entry["hash_ids"]]
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ConfigurationError(
-            f"--trace: {path}:{number} is not an object with timestamp, input_length, output_length and hash_ids "
+            f"{place} is not an object with timestamp, input_length, output_length and hash_ids "
             f"({type(error).__name__}: {error})"
         ) from error
     num_blocks = -(-input_length // TRACE_BLOCK_TOKENS)
     if input_length < 1 or output_length < 1 or len(hash_ids) != num_blocks:
         raise ConfigurationError(
-            f"--trace: {path}:{number}: {input_length} prompt tokens need {num_blocks} hash ids, there are "
+            f"{place}: {input_length} prompt tokens need {num_blocks} hash ids, there are "
             f"{len(hash_ids)}; lengths are at least 1"
         )
     segments = [Segment(f"trace/{hash_id}", TRACE_BLOCK_TOKENS) for hash_id in hash_ids]

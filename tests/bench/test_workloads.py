@@ -169,7 +169,7 @@ def test_the_warm_up_of_a_trace_is_as_long_as_its_first_request(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("not json", "t.jsonl:2 is not an object"),
+        ("not json", "t.jsonl:2 is not a JSON object"),
         ({"timestamp": 1, "input_length": 3, "output_length": 1}, "KeyError: 'hash_ids'"),
         (entry(5, 1000, 1), "1000 prompt tokens need 2 hash ids, there are 1"),
         (entry(5, 0), "lengths are at least 1"),
