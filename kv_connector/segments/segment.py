@@ -117,7 +117,7 @@ class Preamble:
         preamble = cls(epoch, Geometry(digest, block_bytes), num_blocks, on_device=magic == _DEVICE_MAGIC)
         if magic not in (_MAGIC, _DEVICE_MAGIC) or (version, slot_bytes) != (SEGMENT_VERSION, SLOT_BYTES):
             raise KVError("not a kvrelay segment, or one of another version")
-        if pool_offset != preamble.pool_offset or file_bytes != preamble.file_bytes:
+        if min(num_blocks, block_bytes) < 1 or (pool_offset, file_bytes) != (preamble.pool_offset, preamble.file_bytes):
             raise KVError("a kvrelay segment whose size does not match its description")
         return preamble
 

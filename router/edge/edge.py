@@ -15,6 +15,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.errors import DeadlineError, InvalidRequestError, status_of
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
+from kvrelay.core.generation.sampling_params import MAX_TOKEN_ENTRIES, SamplingParams
 from kvrelay.core.generation.token_ids import check_token_ids
 from kvrelay.text.choice import Choice, TextChunk
 from kvrelay.text.tokenizer import Tokenizer
@@ -68,6 +69,7 @@ class Edge:
             first, *others = clients.values()
             assert all(client.sampling is first.sampling for client in others), "they differ only in their prompts"
             self.validator.check_model(first.model)
+            _check_token_entries(first.sampling, len(clients))
             checked_for: ServedModel | None = None
             routed: list[RoutedRequest] = []
             for request_id, client in clients.items():
@@ -146,6 +148,18 @@ class Edge:
             raise
         finally:
             measurement.ended()
+
+
+def _check_token_entries(sampling: SamplingParams, num_prompts: int) -> None:
+    """Raises InvalidRequestError if a call of so many prompts has more token entries in all than one prompt may have.
+    Each prompt takes them to a node by itself, so that a small body would become gigabytes there."""
+    for field, entries in (("logit_bias", sampling.biases), ("stop_token_ids", sampling.stop_token_ids)):
+        if len(entries) * num_prompts > MAX_TOKEN_ENTRIES:
+            raise InvalidRequestError(
+                f"{field} has {len(entries)} entries for each of {num_prompts} prompts, together more than the "
+                f"{MAX_TOKEN_ENTRIES} of a call: give it fewer prompts",
+                field=field,
+            )
 
 
 class _Measurement:

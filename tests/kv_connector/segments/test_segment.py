@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from kv_connector.geometry import Geometry
 from kv_connector.segments import segment
-from kv_connector.segments.segment import MAX_HANDLE_BYTES, OwnedSegment, PeerSegment, sweep
+from kv_connector.segments.segment import MAX_HANDLE_BYTES, OwnedSegment, PeerSegment, Preamble, sweep
 from kv_connector.segments.shared_memory import SharedMemoryConnector
 from kv_connector.settings import SharedMemorySettings
-from kvrelay.core.errors import ConfigurationError
+from kvrelay.core.errors import ConfigurationError, KVError
 from tests.kv_connector.backends import LAYOUT
 
 
@@ -64,6 +65,18 @@ def test_a_peer_has_the_pool_or_the_handle_of_one_on_a_device(tmp_path: Path, ha
     assert peer.rows.shape == (4 if handle is None else 0, LAYOUT.block_bytes)
     peer.close()
     owned.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("num_blocks", "block_bytes", "excess"), [(0, 2**63, 0), (4, 0, 0), (4, 4096, 4096)])
+def test_a_peer_refuses_a_segment_that_describes_itself_wrongly(
+    tmp_path: Path, num_blocks: int, block_bytes: int, excess: int, on_device: bool
+) -> None:
+    preamble = Preamble(1, Geometry(b"d" * 32, block_bytes), num_blocks, on_device=on_device)
+    path = tmp_path / "kvrelay-owner-0000000000000001.kv"
+    path.write_bytes(preamble.encode().ljust(preamble.file_bytes + excess, b"\0"))
+    with pytest.raises(KVError, match="does not match its description"):
+        PeerSegment(tmp_path, path.name, on_device=on_device)
 
 
 def test_without_space_for_the_headers_of_a_pool_on_a_device_the_start_says_what_needs_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, OverloadedError
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from router.edge import edge as edge_module
 from router.edge.edge import Edge
 from router.edge.fan_in import merged
 from router.edge.gateway import create_app
@@ -88,7 +89,7 @@ async def test_all_prompts_of_a_call_that_was_admitted_have_room(tokenizer: Toke
 async def test_the_biases_of_a_call_are_checked_once_however_many_prompts_it_has(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be 65,536 of them, and 128 prompts."""
+    """There may be 65,536 of them together."""
     checked = note_checks(monkeypatch)
     relay = ScriptedRelay(tokenizer)
     async with serving(relay) as gateway:
@@ -100,6 +101,24 @@ async def test_the_biases_of_a_call_are_checked_once_however_many_prompts_it_has
         assert len({first.seed, *(sampling.seed for sampling in others)}) == 3
         refused = await gateway.post("/v1/completions", body | {"logit_bias": {"5": 101}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logit_bias")
+
+
+@pytest.mark.parametrize(("field", "entries"), [("logit_bias", {"5": 1, "6": 1}), ("stop_token_ids", [5, 6])])
+async def test_the_prompts_of_a_call_have_no_more_token_entries_than_one_may_have(
+    field: str, entries: object, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of less than a megabyte would otherwise become gigabytes at the nodes."""
+    monkeypatch.setattr(edge_module, "MAX_TOKEN_ENTRIES", 6)
+    relay = ScriptedRelay(tokenizer)
+    async with serving(relay) as gateway:
+        body = COMPLETION | {field: entries}
+        assert (await gateway.post("/v1/completions", body | {"prompt": ["a"] * 3})).status_code == 200
+        refused = await gateway.post("/v1/completions", body | {"prompt": ["a"] * 4})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert (
+        "has 2 entries for each of 4 prompts, together more than the 6 of a call" in refused.json()["error"]["message"]
+    )
+    assert len(relay.requests) == 3
 
 
 async def test_an_abort_is_not_lost_before_its_request_begins(tokenizer: Tokenizer) -> None:
