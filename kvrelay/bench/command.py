@@ -31,7 +31,8 @@ USAGE = """\
 usage: kvrelay bench COMMAND ...        `kvrelay bench COMMAND --help` explains it, with examples
 
 Measures any OpenAI-compatible server (http://), or a kvrelay router over gRPC (grpc://):
-  serve         load as users make it: arrival rates, shared prefixes, conversations, mixed load, traces
+  serve         load as users make it: arrival rates, shared prefixes, conversations, mixed load, traces,
+                prompts of a file
   latency       one request at a time
   throughput    everything at once, or so many at a time
   sweep         several loads, a curve, and the highest load that meets given SLOs

@@ -184,6 +184,12 @@ def test_the_error_names_the_wrong_line_of_a_trace(tmp_path: Path, bad: object, 
         read_trace(path)
 
 
+def test_a_trace_can_be_replayed_with_a_limited_concurrency(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.jsonl", entry(0, 10, 1))
+    [plan] = plans_of(ServeBenchSettings(workload="trace", trace=path, concurrency=3))
+    assert plan.max_concurrency == 3
+
+
 def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read"):
         plans_of(ServeBenchSettings(workload="trace", trace=tmp_path / "missing"))
