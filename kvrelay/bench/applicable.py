@@ -15,7 +15,7 @@ SETTINGS_OF: Mapping[str, frozenset[str]] = {
         {"input_len", "output_len", "streams", "long_input_len", "long_output_len", "long_every", "duration"}
     ),
     "trace": frozenset({"trace", "speedup", "limit", "concurrency"}),
-    "prompts": frozenset({"prompts", "limit", "output_len", "request_rate", "burstiness", "concurrency"}),
+    "dataset": frozenset({"dataset", "limit", "output_len", "request_rate", "burstiness", "concurrency"}),
 }
 """The settings that only some workloads read, by workload. What is in none of these sets applies to all."""
 
@@ -29,8 +29,8 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("trace", "burstiness"): "it has its own times, which --speedup shortens",
     ("trace", "input_len"): "--trace FILE has its own lengths",
     ("trace", "output_len"): "--trace FILE has its own lengths",
-    ("prompts", "requests"): "--limit takes so many requests from the beginning of the file",
-    ("prompts", "input_len"): "--prompts FILE has its own lengths",
+    ("dataset", "requests"): "--limit takes so many requests from the beginning of the file",
+    ("dataset", "input_len"): "--dataset FILE has its own lengths",
 }
 
 

@@ -32,7 +32,7 @@ usage: kvrelay bench COMMAND ...        `kvrelay bench COMMAND --help` explains 
 
 Measures any OpenAI-compatible server (http://), or a kvrelay router over gRPC (grpc://):
   serve         load as users make it: arrival rates, shared prefixes, conversations, mixed load, traces,
-                prompts of a file
+                data sets
   latency       one request at a time
   throughput    everything at once, or so many at a time
   sweep         several loads, a curve, and the highest load that meets given SLOs

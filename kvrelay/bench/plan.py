@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from kvrelay.bench.arrivals import gamma_arrivals
 from kvrelay.bench.base import RequestSpec
-from kvrelay.bench.own_prompts import read_prompts, warmup_prompts
+from kvrelay.bench.dataset import read_dataset, warmup_of
 from kvrelay.bench.settings import (
     BenchSettings,
     LatencyBenchSettings,
@@ -58,7 +58,7 @@ def plan_warmup(settings: BenchSettings, measured: Plan) -> Plan:
     """Returns requests like the measured ones, to be sent one by one, that share no prefix with them."""
     if not settings.draws_prompts:
         given = [request for session in measured.sessions for request in session.requests]
-        return _one_by_one(warmup_prompts(given, settings.warmup))
+        return _one_by_one(warmup_of(given, settings.warmup))
     requests = random_requests(settings.warmup, *_warmup_lengths(settings, measured), seed=settings.seed)
     return _one_by_one(_renamed(requests, "warm-up"))
 
@@ -89,10 +89,10 @@ def _plan_serve(settings: ServeBenchSettings) -> Plan:
         )
         return Plan(mixed.sessions(seed=settings.seed), None, window=settings.duration)
     rate = float("inf") if settings.request_rate is None else settings.request_rate
-    if settings.workload == "prompts":
-        assert settings.prompts is not None
+    if settings.workload == "dataset":
+        assert settings.dataset is not None
         outputs = Lengths.parse(settings.output_len)
-        requests = read_prompts(settings.prompts, outputs, limit=settings.limit, seed=settings.seed)
+        requests = read_dataset(settings.dataset, outputs, limit=settings.limit, seed=settings.seed)
         arrivals = gamma_arrivals(rate, burstiness=settings.burstiness, seed=settings.seed)
         return Plan(arriving(requests, arrivals), len(requests), settings.concurrency, request_rate=rate)
     return _plan_workload(settings, rate=rate, burstiness=settings.burstiness, max_concurrency=settings.concurrency)

@@ -177,27 +177,27 @@ class ServeBenchSettings(WorkloadSettings):
       kvrelay bench serve --concurrency 4 --workload multi-turn --endpoint chat
       kvrelay bench serve --workload mixed --streams 8 --duration 60
       kvrelay bench serve --workload trace --trace trace.jsonl --speedup 2 --limit 100 --url grpc://127.0.0.1:8001
-      kvrelay bench serve --workload prompts --prompts prompts.jsonl --concurrency 8 --endpoint chat --no-ignore-eos
+      kvrelay bench serve --workload dataset --dataset prompts.jsonl --concurrency 8 --endpoint chat --no-ignore-eos
     """
 
-    workload: Literal["random", "shared-prefix", "multi-turn", "mixed", "trace", "prompts"] = Field(  # type: ignore[assignment]
+    workload: Literal["random", "shared-prefix", "multi-turn", "mixed", "trace", "dataset"] = Field(  # type: ignore[assignment]
         default="random",
         description="What prompts share; mixed: streams that never stop while long prompts arrive; trace: a recorded "
-        "load, with its own times; prompts: the texts of a file. A setting whose description begins with a workload's "
+        "load, with its own times; dataset: the prompts of a file. A setting whose description begins with a workload's "
         "name belongs to that workload and is refused with others.",
     )
     requests: int = Field(
         default=32,
         ge=1,
         description="Measured requests (conversations, for multi-turn); for mixed use --duration, for trace and "
-        "prompts --limit.",
+        "dataset --limit.",
     )
     input_len: LengthsText = Field(
-        default="512", description="Prompt tokens of a request: 512, or 128-512; a trace and prompts have their own."
+        default="512", description="Prompt tokens of a request: 512, or 128-512; a trace or data set has its own."
     )
     output_len: LengthsText = Field(
         default="64",
-        description="Output tokens of a request: 64, or 16-64; a trace has its own, and so may prompts.",
+        description="Output tokens of a request: 64, or 16-64; a trace has its own, and so may a data set.",
     )
     request_rate: Rate | None = Field(
         default=None,
@@ -218,16 +218,16 @@ class ServeBenchSettings(WorkloadSettings):
         default=None, description="trace: JSON lines of timestamp (ms), input_length, output_length, hash_ids."
     )
     speedup: float = Field(default=1.0, gt=0, description="trace: 2 replays it in half of the time.")
-    prompts: Path | None = Field(
-        default=None, description="prompts: JSON lines of prompt (a text) and, optionally, output_tokens."
+    dataset: Path | None = Field(
+        default=None, description="dataset: JSON lines of prompt (a text) and, optionally, output_tokens."
     )
     limit: int | None = Field(
-        default=None, ge=1, description="trace, prompts: take so many requests from the beginning of the file."
+        default=None, ge=1, description="trace, dataset: take so many requests from the beginning of the file."
     )
 
     @property
     def draws_prompts(self) -> bool:
-        return self.workload != "prompts"
+        return self.workload != "dataset"
 
     @property
     def effective_prompt_format(self) -> PromptFormat:
@@ -237,8 +237,8 @@ class ServeBenchSettings(WorkloadSettings):
     def _check_load(self) -> Self:
         if self.workload == "trace" and self.trace is None:
             raise ConfigurationError("--workload trace needs --trace FILE")
-        if self.workload == "prompts":
-            self._check_prompts()
+        if self.workload == "dataset":
+            self._check_dataset()
         if self.workload not in ("mixed", "trace") and self.request_rate is None:
             if self.concurrency is None:
                 raise ConfigurationError("how do requests arrive? Give --request-rate (per second) or --concurrency")
@@ -246,14 +246,14 @@ class ServeBenchSettings(WorkloadSettings):
                 raise ConfigurationError("--burstiness has no effect without --request-rate")
         return self
 
-    def _check_prompts(self) -> None:
-        if self.prompts is None:
-            raise ConfigurationError("--workload prompts needs --prompts FILE")
+    def _check_dataset(self) -> None:
+        if self.dataset is None:
+            raise ConfigurationError("--workload dataset needs --dataset FILE")
         for name in ("tokenizer", "vocab_size"):
             if name in self.model_fields_set:
-                raise ConfigurationError(f"{flag_of(name)} has no effect with --workload prompts: no prompt is drawn")
+                raise ConfigurationError(f"{flag_of(name)} has no effect with --workload dataset: no prompt is drawn")
         if self.prompt_format == "token_ids":
-            raise ConfigurationError("--prompt-format token_ids: --workload prompts sends texts")
+            raise ConfigurationError("--prompt-format token_ids: --workload dataset sends texts")
 
 
 class LatencyBenchSettings(BenchSettings):

@@ -41,16 +41,16 @@ IGNORED = [
     (["multi-turn", "--streams", "2"], "it belongs to --workload mixed"),
     (["shared-prefix", "--speedup", "2"], "it belongs to --workload trace"),
     (["random", "--trace", "t"], "it belongs to --workload trace"),
-    (["random", "--limit", "2"], "it belongs to --workload trace or prompts"),
+    (["random", "--limit", "2"], "it belongs to --workload trace or dataset"),
     (
-        ["prompts", "--prompts", "p", "--requests", "5"],
-        "--requests has no effect with --workload prompts: --limit takes",
+        ["dataset", "--dataset", "p", "--requests", "5"],
+        "--requests has no effect with --workload dataset: --limit takes",
     ),
-    (["prompts", "--prompts", "p", "--input-len", "5"], "--input-len has no effect with --workload prompts: --prompts"),
-    (["prompts", "--prompts", "p", "--tokenizer", "t"], "--tokenizer has no effect with --workload prompts"),
-    (["prompts", "--prompts", "p", "--vocab-size", "9"], "--vocab-size has no effect with --workload prompts"),
-    (["prompts", "--prompts", "p", "--prompt-format", "token_ids"], "--workload prompts sends texts"),
-    (["prompts", "--concurrency", "8"], "--workload prompts needs --prompts FILE"),
+    (["dataset", "--dataset", "p", "--input-len", "5"], "--input-len has no effect with --workload dataset: --dataset"),
+    (["dataset", "--dataset", "p", "--tokenizer", "t"], "--tokenizer has no effect with --workload dataset"),
+    (["dataset", "--dataset", "p", "--vocab-size", "9"], "--vocab-size has no effect with --workload dataset"),
+    (["dataset", "--dataset", "p", "--prompt-format", "token_ids"], "--workload dataset sends texts"),
+    (["dataset", "--concurrency", "8"], "--workload dataset needs --dataset FILE"),
 ]
 LOAD = ["--vocab-size", "500", "--input-len", "4", "--output-len", "5", "--requests", "2"]
 

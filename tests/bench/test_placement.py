@@ -146,7 +146,7 @@ def test_the_command_prints_a_row_for_every_policy(capsys: pytest.CaptureFixture
         (["--topology", "1P", "--request-rate", "1"], "'1P' is no topology"),
         (["--request-rate", "1", "--concurrency", "3"], "--concurrency: nothing holds requests back"),
         (["--request-rate", "1", "--num-blocks", "8"], "--num-blocks: a request needs 36 blocks, a pool has 8"),
-        (["--workload", "prompts", "--prompts", "p", "--request-rate", "1"], "--workload prompts: nobody counts"),
+        (["--workload", "dataset", "--dataset", "p", "--request-rate", "1"], "--workload dataset: nobody counts"),
         (["--workload", "trace", "--trace", "/nowhere"], "--trace: cannot read /nowhere"),
         (["--request-rate", "1", "--nonsense", "3"], "nonsense"),
     ],

@@ -100,9 +100,12 @@ def test_what_is_no_slo_is_refused(text: str) -> None:
 
 
 def test_window_counts_what_came_within_it() -> None:
-    records = [record(1.0, 2.0, 3.0, 4.0), record(9.0, sent=8.0)]
+    """It begins before the first request is sent. Half of the first one's pieces bring half of its tokens."""
+    first = replace(record(1.0, 2.0, 3.0, 4.0, sent=0.5), num_output_tokens=8)
+    records = [first, record(9.0, sent=8.0)]
     summary = summarise(records, slos=Slos.parse(["e2e=9000"]), window=2.0)
-    assert (summary.seconds, summary.output_tokens, summary.prompt_tokens) == (2.0, 2, 5)
+    assert (summary.seconds, summary.output_tokens, summary.prompt_tokens) == (2.0, 4, 5)
+    assert summary.mean_running == 0.75
     assert summary.requests_per_second == 0.0
     assert summary.goodput is not None
     assert (summary.goodput.requests_per_second, summary.goodput.attainment) == (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Prompts of a file: sent word for word, in every form, without a tokenizer here."""
+"""Prompts of a data set: sent word for word, in every form, without a tokenizer here."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["relay", "tokenizer", "tokenizer_directory"]  # fixtures
 TEXTS = ["What is the capital of France?", "Zähle  bis 3,\nbitte", "x " * 20 + "\U0001f600"]
 
 
-def prompts_file(directory: Path, *lines: object) -> Path:
+def dataset_of(directory: Path, *lines: object) -> Path:
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -31,7 +31,7 @@ def prompts_file(directory: Path, *lines: object) -> Path:
 
 def settings_of(path: Path, **others: Any) -> ServeBenchSettings:
     return ServeBenchSettings(
-        workload="prompts", prompts=path, **{"concurrency": 1, "warmup": 0, "progress": "off", **others}
+        workload="dataset", dataset=path, **{"concurrency": 1, "warmup": 0, "progress": "off", **others}
     )
 
 
@@ -45,7 +45,7 @@ async def result_of(settings: ServeBenchSettings) -> RunResult:
 async def test_texts_are_sent_word_for_word(
     serve: Callable[[ScriptedRelay], AbstractAsyncContextManager[str]], relay: ScriptedRelay, tmp_path: Path
 ) -> None:
-    path = prompts_file(tmp_path, *({"prompt": text, "output_tokens": 2} for text in TEXTS))
+    path = dataset_of(tmp_path, *({"prompt": text, "output_tokens": 2} for text in TEXTS))
     async with serve(relay) as url:
         result = await result_of(settings_of(path, url=url))
     prompts = [request.prompt_token_ids for request in relay.requests]
@@ -58,7 +58,7 @@ async def test_texts_are_sent_word_for_word(
 async def test_a_chat_gets_each_text_as_a_message_of_the_user(tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
     chat = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":"stop"}]}\n\n'
-    path = prompts_file(tmp_path, *({"prompt": text} for text in TEXTS))
+    path = dataset_of(tmp_path, *({"prompt": text} for text in TEXTS))
     async with answering([chat, DONE], bodies=bodies) as url:
         await result_of(settings_of(path, url=url, endpoint="chat", output_len="7", ignore_eos=False))
     assert [body["messages"] for body in bodies] == [[{"role": "user", "content": text}] for text in TEXTS]
@@ -67,13 +67,13 @@ async def test_a_chat_gets_each_text_as_a_message_of_the_user(tmp_path: Path) ->
 
 async def test_the_table_says_that_a_server_does_not_count_prompt_tokens(tmp_path: Path) -> None:
     async with answering([PIECE, LAST, DONE]) as url:
-        result = await result_of(settings_of(prompts_file(tmp_path, {"prompt": "a"}, {"prompt": "b"}), url=url))
+        result = await result_of(settings_of(dataset_of(tmp_path, {"prompt": "a"}, {"prompt": "b"}), url=url))
     assert "prompt tokens are without those of 2 requests" in render(result, None)
 
 
 def test_output_lengths_are_those_of_the_lines_or_are_drawn(tmp_path: Path) -> None:
     lines = [{"prompt": str(number)} for number in range(20)]
-    path = prompts_file(tmp_path, {"prompt": "a", "output_tokens": 500, "other": 1}, *lines)
+    path = dataset_of(tmp_path, {"prompt": "a", "output_tokens": 500, "other": 1}, *lines)
     [plan] = plans_of(settings_of(path, output_len="3-9", limit=15))
     requests = [request for session in plan.sessions for request in session.requests]
     assert [one.text for one in requests] == ["a", *map(str, range(14))] and plan.num_requests == 15
@@ -83,12 +83,12 @@ def test_output_lengths_are_those_of_the_lines_or_are_drawn(tmp_path: Path) -> N
 
 
 def test_they_arrive_at_the_rate(tmp_path: Path) -> None:
-    [plan] = plans_of(settings_of(prompts_file(tmp_path, *[{"prompt": "a"}] * 5), request_rate=2.0))
+    [plan] = plans_of(settings_of(dataset_of(tmp_path, *[{"prompt": "a"}] * 5), request_rate=2.0))
     assert plan.request_rate == 2.0 and plan.sessions[-1].at > plan.sessions[1].at > 0.0
 
 
 def test_the_warm_up_begins_with_other_words(tmp_path: Path) -> None:
-    settings = settings_of(prompts_file(tmp_path, {"prompt": "a b c"}, {"prompt": "d e", "output_tokens": 2}), warmup=3)
+    settings = settings_of(dataset_of(tmp_path, {"prompt": "a b c"}, {"prompt": "d e", "output_tokens": 2}), warmup=3)
     [plan] = plans_of(settings)
     warmup = [request for session in plan_warmup(settings, plan).sessions for request in session.requests]
     assert [(one.text, one.max_tokens) for one in warmup] == [("c b a", 64), ("e d", 2), ("c b a", 64)]
@@ -109,14 +109,14 @@ def test_the_warm_up_begins_with_other_words(tmp_path: Path) -> None:
     ],
 )
 def test_the_error_names_the_wrong_line(tmp_path: Path, bad: object, message: str) -> None:
-    path = prompts_file(tmp_path, {"prompt": "a"})
+    path = dataset_of(tmp_path, {"prompt": "a"})
     path.write_text(path.read_text() + (bad if isinstance(bad, str) else json.dumps(bad)) + "\n")
-    with pytest.raises(ConfigurationError, match=f"--prompts: {path}:{message}"):
+    with pytest.raises(ConfigurationError, match=f"--dataset: {path}:{message}"):
         plans_of(settings_of(path))
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="--prompts: cannot read"):
+    with pytest.raises(ConfigurationError, match="--dataset: cannot read"):
         plans_of(settings_of(tmp_path / "missing"))
     with pytest.raises(ConfigurationError, match="holds no requests"):
-        plans_of(settings_of(prompts_file(tmp_path)))
+        plans_of(settings_of(dataset_of(tmp_path)))

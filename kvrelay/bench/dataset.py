@@ -1,5 +1,5 @@
-"""Prompts of one's own: JSON lines of `prompt` and, where it is known, `output_tokens`, as vLLM's benchmark reads them
-too (its data set `custom`)."""
+"""Data sets of one's own prompts: JSON lines of `prompt` and, where it is known, `output_tokens`, as vLLM's benchmark
+reads them too (its data set `custom`)."""
 
 import random
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from kvrelay.bench.workloads import Lengths
 from kvrelay.core.errors import ConfigurationError
 
 
-def read_prompts(path: Path, outputs: Lengths, *, limit: int | None, seed: int) -> list[RequestSpec]:
+def read_dataset(path: Path, outputs: Lengths, *, limit: int | None, seed: int) -> list[RequestSpec]:
     """Returns a request for each line, in the order of the file. Without `output_tokens` its output is as long as is
     drawn from `outputs`.
 
     Raises ConfigurationError, which names the line.
     """
-    draw = random.Random(f"prompts/{seed}")
-    entries = islice(read_objects("--prompts", path), limit)
+    draw = random.Random(f"dataset/{seed}")
+    entries = islice(read_objects("--dataset", path), limit)
     return [_request(place, entry, outputs.draw(draw)) for place, entry in entries]
 
 
@@ -38,7 +38,7 @@ def _request(place: str, entry: dict[str, Any], num_drawn_tokens: int) -> Reques
     return RequestSpec((), num_tokens, text=prompt)
 
 
-def warmup_prompts(requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
+def warmup_of(requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
     """Returns requests that are about as long as the first of these and begin with other words: with the same ones, in
     the opposite order."""
     return [replace(one, text=" ".join(reversed(one.text.split()))) for one in islice(cycle(requests), count)]
