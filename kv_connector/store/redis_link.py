@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse, RedisError
 
 from kv_connector.settings import RedisSettings
+from kv_connector.store.redis_address import redis_address
 from kvrelay.core.breaker import CircuitBreaker
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import ConfigurationError, KVRelayError
@@ -33,6 +34,9 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 class CircuitOpenError(KVRelayError):
     """The server has failed too often lately, so no request was sent to it."""
+
+    def __init__(self) -> None:
+        super().__init__("it has failed before, and is left alone for a while")
 
 
 T = TypeVar("T")
@@ -49,13 +53,6 @@ async def answer_of(command: Awaitable[T]) -> T:
         return await command
     except _UNUSABLE as error:
         raise InvalidResponse(f"no answer of Redis ({type(error).__name__}: {error})") from error
-
-
-def described(error: Exception) -> str:
-    """Returns the kind of an error and what it says, which names the server's address and never its password: a server
-    that does not know a command (HELLO, AUTH) repeats its arguments."""
-    said, _, _ = str(error).partition(", with args beginning with")
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 class _Connections(BlockingConnectionPool):
@@ -85,9 +82,10 @@ class RedisLink:
     def __init__(self, settings: RedisSettings, clock: Clock) -> None:
         """Raises ConfigurationError for a URL that is not valid."""
         self._connections = _connections(settings)
+        self.address = redis_address(settings.url)
         self.client = Redis.from_pool(self._connections)
         self.server = CircuitBreaker("Redis", clock)
-        self.writes = CircuitBreaker("storing in Redis", clock, threshold=1)
+        self.writes = CircuitBreaker("storing in Redis", clock, threshold=1, quiet=True)
         self._timeout = settings.operation_timeout_seconds
         self._turns = asyncio.Semaphore(self._connections.max_connections)  # which the URL may set
         self._num_succeeded = 0
@@ -97,6 +95,12 @@ class RedisLink:
         """Leaves the connections that there are. They may lead to a server that is not the one of this name any more,
         or nowhere, where new ones reach it."""
         self._connections.renew()
+
+    def described(self, error: Exception) -> str:
+        """Returns the server's address, the kind of an error and what it says, without the password: a server that does
+        not know a command (HELLO, AUTH) repeats its arguments."""
+        said, _, _ = str(error).partition(", with args beginning with")
+        return f"{self.address}: {type(error).__name__}: {said}".removesuffix(": ")
 
     @asynccontextmanager
     async def exchange(self, timeout: float | None = None) -> AsyncIterator[Redis]:
@@ -134,7 +138,7 @@ class RedisLink:
                 self.renew()  # all may have gone silent, as this one has
             else:  # there was hardly any time, or the server works, as the others show, and only the way to it is slow
                 self.server.abandoned(permit)
-            raise
+            raise TimeoutError(f"no answer within {max(seconds, 0.0):.3g} s") from None
         except UNREACHABLE:
             self.server.failed(permit)
             raise

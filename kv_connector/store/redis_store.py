@@ -23,7 +23,7 @@ from kv_connector.pool import LocalPool, slices
 from kv_connector.settings import RedisSettings
 from kv_connector.stats import ConnectorStats
 from kv_connector.store.backlog import Backlog, Offer
-from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, answer_of, described
+from kv_connector.store.redis_link import UNREACHABLE, CircuitOpenError, RedisLink, answer_of
 from kv_connector.verdict import Verdict, Verdicts
 from kvrelay.core.breaker import Permit
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -94,7 +94,8 @@ class RedisConnector:
             state.backlog.add(offers)
         elif await self._offer(offers) == 0 and blocks:
             if isinstance(self._failure, AuthenticationError):
-                raise AccessDeniedError("Redis wants another user or password than --redis-url has")
+                server = f"Redis ({self._link.address})"
+                raise AccessDeniedError(f"{server} wants another user or password than --redis-url has")
             raise KVError(f"none of {len(blocks)} blocks could be published to Redis")
 
     def retract(self, block_ids: Sequence[int]) -> None:
@@ -129,10 +130,10 @@ class RedisConnector:
                 if wanted and left > 0 and FetchOutcome.MISSING in found and not is_looked_up:
                     known.update(await self._absent(self._require(), wanted, left))
                     wanted, is_looked_up = [block for block in wanted if block not in known], True
-        except CircuitOpenError:
-            self.stats.skipped += sum(block not in known for block in blocks)
         except UNREACHABLE as error:
-            self._outages.failed("fetching from Redis", "fetching from Redis failed: %s", described(error))
+            if isinstance(error, CircuitOpenError):
+                self.stats.skipped += sum(block not in known for block in blocks)
+            self._outages.failed("fetching from Redis", "fetching from Redis failed: %s", self._link.described(error))
         else:
             self._outages.succeeded("fetching from Redis")
         verdicts.found = [known.get(block, FetchOutcome.FAILED) for block in blocks]
@@ -179,15 +180,16 @@ class RedisConnector:
                 permit = self._link.writes.admit()
                 if permit is None:
                     self.stats.skipped += len(offers) - held - lost
+                    self._outages.failed("storing in Redis", "Redis is sent no blocks, as it has just refused some")
                     break
                 stored, gone = await self._store(state, part, permit)
                 held += stored
                 lost += gone
-        except CircuitOpenError:
-            self.stats.skipped += len(offers) - held - lost
         except UNREACHABLE as error:
+            if isinstance(error, CircuitOpenError):
+                self.stats.skipped += len(offers) - held - lost
             self._failure = error
-            self._outages.failed("publishing to Redis", "publishing to Redis failed: %s", described(error))
+            self._outages.failed("publishing to Redis", "publishing to Redis failed: %s", self._link.described(error))
         else:
             self._outages.succeeded("publishing to Redis")
         self.stats.lost_unstored += lost
@@ -231,13 +233,14 @@ class RedisConnector:
         replicas, cannot save, or forbids them. Each is an answer, so the exchange itself has succeeded."""
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
-            why = described(refused[0])
-            _logger.warning("Redis refused to write %d of %d blocks: %s", len(refused), len(answers), why)
+            message, why = "Redis refused to write %d of %d blocks: %s", self._link.described(refused[0])
+            self._outages.failed("storing in Redis", message, len(refused), len(answers), why)
             if any(isinstance(answer, ReadOnlyError) for answer in refused):
                 self._link.renew()
             self._link.writes.failed(permit)
         elif answers:
             self._link.writes.succeeded()
+            self._outages.succeeded("storing in Redis")
         else:
             self._link.writes.abandoned(permit)
         return len(refused)
@@ -293,7 +296,7 @@ class RedisConnector:
             self._outages.succeeded("deleting from Redis")
         else:
             message = "%d values %s stay in Redis: %s"
-            self._outages.failed("deleting from Redis", message, len(names), what, described(failure))
+            self._outages.failed("deleting from Redis", message, len(names), what, self._link.described(failure))
 
     async def _unlink(self, names: Sequence[BlockHash], deadline: float | None) -> object:
         """Returns the answer to one UNLINK, which is an error if Redis refuses it. Raises one of UNREACHABLE."""

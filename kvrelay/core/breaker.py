@@ -21,11 +21,15 @@ Permit = NewType("Permit", object)
 
 
 class CircuitBreaker:
-    """The breaker of one server or peer, used from one loop. `name` is for the log; `random` draws the waits."""
+    """The breaker of one server or peer, used from one loop. `name` is for the log, where a `quiet` one is for
+    debugging only, since its owner logs the failures; `random` draws the waits."""
 
-    def __init__(self, name: str, clock: Clock, *, threshold: int = 3, random: Random | None = None) -> None:
+    def __init__(
+        self, name: str, clock: Clock, *, threshold: int = 3, quiet: bool = False, random: Random | None = None
+    ) -> None:
         self._name = name
         self._clock = clock
+        self._quiet = quiet
         self._threshold = threshold
         self._backoff = Backoff(first=0.5, longest=30.0, random=random)
         self._failures = 0
@@ -53,7 +57,7 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         if self._retry_at is not None:
-            _logger.info("%s works again", self._name)
+            _logger.log(logging.DEBUG if self._quiet else logging.INFO, "%s works again", self._name)
         self._retry_at = self._trial = None
         self._failures = 0
         self._backoff.reset()
@@ -65,7 +69,9 @@ class CircuitBreaker:
         if self._failures < self._threshold:
             return
         wait = self._backoff.next()
-        _logger.warning("%s failed %d times in a row; left alone for %.1f s", self._name, self._failures, wait)
+        level = logging.DEBUG if self._quiet or self.is_open else logging.WARNING
+        message = "%s failed %d times in a row; left alone for %.1f s, and longer each time that it fails again"
+        _logger.log(level, message, self._name, self._failures, wait)
         self._retry_at = self._clock.now() + wait
         self._trial = None
 

@@ -45,5 +45,6 @@ class Outages:
         """Ends the outage of `name`, unless there is none, or it has just failed and may do so again."""
         outage = self._outages.get(name)
         if outage is not None and self._now() - outage.last_failed_at >= _CALM_SECONDS:
-            _logger.info("%s works again; it failed %d times", name, outage.num_failures)
+            how_often = "once" if outage.num_failures == 1 else f"{outage.num_failures} times"
+            _logger.info("%s works again; it failed %s", name, how_often)
             del self._outages[name]

@@ -1,5 +1,9 @@
 """When the circuit breaker admits attempts: not after failures in a row, then one at a time after a wait."""
 
+import logging
+
+import pytest
+
 from kvrelay.core.breaker import CircuitBreaker, Permit
 from tests.manual_clock import ManualClock
 
@@ -64,3 +68,25 @@ def test_attempts_admitted_before_it_opened_neither_lengthen_the_wait_nor_end_th
     assert not tried.admit(), "the trial is still under way"
     tried.abandoned(trial)
     assert tried.admit()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_log_says_when_it_opens_and_closes_and_for_debugging_every_wait(
+    caplog: pytest.LogCaptureFixture, quiet: bool
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    clock = ManualClock()
+    tried = CircuitBreaker("x", clock, threshold=2, quiet=quiet)
+    for _ in range(2):
+        tried.failed(admitted(tried))
+        tried.failed(admitted(tried))
+        clock.seconds += 0.5
+        tried.failed(admitted(tried))
+        tried.succeeded()
+        tried.succeeded()
+    opened, closed = ("DEBUG", "DEBUG") if quiet else ("WARNING", "INFO")
+    assert [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records] == [
+        (opened, "x failed 2 times in a row"),
+        ("DEBUG", "x failed 3 times in a row"),
+        (closed, "x works again"),
+    ] * 2

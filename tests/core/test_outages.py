@@ -25,12 +25,13 @@ def test_an_outage_is_two_lines_however_much_fails(caplog: pytest.LogCaptureFixt
         clock.seconds += 1
     assert caplog.messages[1] == "request 1: nothing came", "for debugging, everything"
     assert lines(caplog) == ["request 0: nothing came; not logged again while it fails"]
-    outages.failed("fetching from b", "request %d: nothing came", 100)
+    outages.failed("b", "request %d: nothing came", 100)
     assert lines(caplog) == ["request 100: nothing came; not logged again while it fails"]
     clock.seconds += _CALM_SECONDS
     outages.succeeded("fetching from a")
     outages.succeeded("fetching from a")
-    assert lines(caplog) == ["fetching from a works again; it failed 100 times"]
+    outages.succeeded("b")
+    assert lines(caplog) == ["fetching from a works again; it failed 100 times", "b works again; it failed once"]
 
 
 def test_what_fails_now_and_then_is_not_logged_each_time(caplog: pytest.LogCaptureFixture) -> None:
