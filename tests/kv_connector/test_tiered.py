@@ -159,6 +159,9 @@ async def test_a_block_that_is_damaged_in_the_first_tier_comes_from_the_second(p
     assert pair.peer_tiers[1].stats.blocks_fetched == 1
     pair.peer_tiers[1].fails = True
     assert await pair.fetch(sent) == (FETCHED, REFUSED, FETCHED), "that no tier reaches the holder would be wrong"
+    pair.peer_tiers[1].fails = False
+    pair.owner_tiers[1].retract([1])
+    assert await pair.fetch(sent) == (FETCHED, REFUSED, FETCHED), "so would be that the holder has no such block"
 
 
 async def test_publication_fails_only_when_every_tier_does(pair: Pair) -> None:

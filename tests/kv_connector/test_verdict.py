@@ -32,13 +32,14 @@ class Fetches:
 
 def test_each_fetch_adds_its_blocks_and_its_duration() -> None:
     fetches = Fetches()
-    found: list[Verdict] = [FETCHED, MISSING, Mismatch.TOKENS, FETCHED]
-    assert fetches.fetch(found, num_blocks=5, seconds=1.5) == (FETCHED, MISSING, REFUSED, FETCHED, FAILED)
+    found: list[Verdict] = [FETCHED, MISSING, Mismatch.TOKENS, Mismatch.TOKENS, FETCHED]
+    outcomes = (FETCHED, MISSING, REFUSED, REFUSED, FETCHED, FAILED)
+    assert fetches.fetch(found, num_blocks=6, seconds=1.5) == outcomes
     assert fetches.fetch([FETCHED], num_blocks=1, seconds=0.25) == (FETCHED,)
     stats = fetches.stats
     assert stats.fetch_seconds == 1.75
     assert (stats.blocks_fetched, stats.bytes_fetched, stats.missing, stats.failed) == (3, 300, 1, 1)
-    assert {mismatch: count for mismatch, count in stats.refused.items() if count} == {Mismatch.TOKENS: 1}
+    assert {mismatch: count for mismatch, count in stats.refused.items() if count} == {Mismatch.TOKENS: 2}
 
 
 def test_refusals_are_over_when_a_fetch_brings_blocks_and_none_is_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from kv_connector.settings import UcxSettings
 from kv_connector.ucx.connector import UcxConnector
+from kvrelay.core.errors import KVError
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.step_result import Reservation, StepResult
@@ -37,6 +38,16 @@ def test_a_fetch_shows_no_life_once_its_time_is_over_whatever_others_do() -> Non
         late = fetches.sign_of_life()
         assert late != seen and late == fetches.sign_of_life()
     assert fetches.sign_of_life() != fetches.sign_of_life(), "all have returned"
+
+
+@pytest.mark.parametrize("error", [KVError, asyncio.CancelledError])
+def test_a_fetch_that_fails_or_is_cancelled_has_returned_too(error: type[BaseException]) -> None:
+    clock = ManualClock()
+    fetches = FetchesUnderWay(clock.now)
+    with pytest.raises(error), fetches.fetch("owner", 1.0):
+        raise error
+    clock.seconds += 5.0
+    assert fetches.sign_of_life() != fetches.sign_of_life()
 
 
 async def test_a_node_whose_blocks_ucx_does_not_let_go_of_counts_as_crashed(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,15 +58,15 @@ def test_only_fetches_from_holders_that_announced_nothing_are_guesses() -> None:
 
 
 def test_what_a_node_has_sent_behind_a_bad_block_is_requested_from_the_next_source() -> None:
-    """It may have been computed from the bad one. A missing one says nothing of those behind it."""
-    ladder = Ladder(5)
-    ladder.offer(H, 5)
-    ladder.announce(P, 4)
-    assert settle(ladder, MISSING, FETCHED, REFUSED, FETCHED) == 0
+    """It may have been computed from the first bad one. A missing one says nothing of those behind it."""
+    ladder = Ladder(6)
+    ladder.offer(H, 6)
     ladder.announce(P, 5)
-    assert next_ask(ladder) == (H, (0, 2, 3, 4))
-    assert settle(ladder, FETCHED, FETCHED, FETCHED, FETCHED) == 5
-    assert ladder.is_complete and set(ladder.report(0).fetched) == {("p", 1), ("h", 4)}
+    assert settle(ladder, MISSING, FETCHED, REFUSED, FETCHED, REFUSED) == 0
+    ladder.announce(P, 6)
+    assert next_ask(ladder) == (H, (0, 2, 3, 4, 5))
+    assert settle(ladder, FETCHED, FETCHED, FETCHED, FETCHED, FETCHED) == 6
+    assert ladder.is_complete and set(ladder.report(0).fetched) == {("p", 1), ("h", 5)}
 
 
 def test_so_is_what_the_node_has_sent_before() -> None:
@@ -237,6 +237,9 @@ def test_a_source_without_an_endpoint_is_the_store() -> None:
     assert ladder.next() is None
     ladder.announce(KVSource("b", 7, ""), 2)
     assert next_ask(ladder) == (None, (0, 1))
+    settle(ladder, REFUSED, MISSING)
+    ladder.announce(KVSource("a", 1, ""), 2)
+    assert ladder.next() is None, "no bad block is requested again"
 
 
 def test_long_prefixes_are_requested_in_parts() -> None:

@@ -32,6 +32,13 @@ def test_what_a_prefill_node_will_hold_need_not_be_fetched() -> None:
         assert PrefixAware(0).choose(facts(), nodes).prefill == chosen
 
 
+def test_nor_need_what_a_decode_node_will_hold() -> None:
+    """Fetching 960 tokens costs as much as one and a half sequences."""
+    for sequences, chosen in ((1, "d1"), (2, "d0")):
+        nodes = candidates(prefill("p"), decode("d0"), decode("d1", coming=60, sequences=sequences))
+        assert PrefixAware(0).choose(facts(), nodes).decode == chosen
+
+
 @pytest.mark.parametrize(
     ("queued", "reason"), [(940, PlacementReason.PREFILL_BUSY), (945, PlacementReason.DISAGGREGATED)]
 )

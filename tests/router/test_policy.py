@@ -337,3 +337,41 @@ def test_a_holder_whose_kv_does_not_get_to_the_decode_node_is_named_to_the_prefi
     nodes = candidates(prefill("p0", held=9, queued=9999), prefill("p1"), decode("d"))
     placement = PrefixAware(0).choose(facts(), without(nodes, ("p0", "d")))
     assert (placement.prefill, placement.sources, placement.decode_sources) == ("p1", (SourceHint("p0", 9),), ())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen"),
+    [
+        # The idle prefill node is compared with d0, not the busy one.
+        (candidates(prefill("p0"), prefill("p1", queued=5000), decode("d0", sequences=1, decoding=1)), ("p0", "d0")),
+        # No KV gets to d0: its own prefill would delay what it decodes.
+        (
+            without(
+                candidates(prefill("p"), decode("d0", sequences=3, decoding=3), decode("d1", sequences=3, decoding=3)),
+                ("p", "d0"),
+            ),
+            ("p", "d1"),
+        ),
+        # A prefill delays what d0 decodes; at d1 nothing decodes yet.
+        (candidates(decode("d0", sequences=2, decoding=2), decode("d1", sequences=4)), (None, "d1")),
+        # d0 is to compute the same beginning, but after a long queue; for d1, which is busy, the prefill node computes.
+        (
+            candidates(
+                prefill("p"),
+                decode("d0", coming=60, queued=3000, sequences=1),
+                decode("d1", sequences=10, decoding=10),
+            ),
+            ("p", "d1"),
+        ),
+        # d1 could prefill sooner, but if that counted, conversations would leave their nodes.
+        (
+            candidates(prefill("p", queued=5000), decode("d0", sequences=3, decoding=3), decode("d1", sequences=4)),
+            (None, "d0"),
+        ),
+        # d1 has no room for what it is to compute, which it does not hold yet.
+        (candidates(prefill("p"), decode("d0", sequences=1), decode("d1", coming=60, free=10)), ("p", "d0")),
+    ],
+)
+def test_the_cheapest_nodes_are_taken_whosever_turn_it_is(nodes: Candidates, chosen: tuple[str | None, str]) -> None:
+    placements = [PrefixAware().choose(facts(number=number), nodes) for number in range(2)]
+    assert [(placement.prefill, placement.decode) for placement in placements] == [chosen] * 2

@@ -183,10 +183,11 @@ async def test_a_prompt_that_is_computed_on_lent_cores_yields_to_decodes(table: 
             await give_up(first)
 
 
-async def test_a_decode_node_need_not_compute_what_it_holds() -> None:
+async def test_a_decode_node_need_not_compute_what_it_holds_nor_have_room_for_it() -> None:
     async with decode_node_holds_the_prompt() as nodes:
         placement = nodes.placer.place(NODE_REQUEST, lost=set(), last_resort=False)
         assert placement.decode.num_uncached_tokens == 1
+        assert placement.decode.node.num_claimed_blocks == 1, "for the output"
 
 
 async def test_a_node_that_was_lost_is_no_last_resort_while_another_lives() -> None:
