@@ -30,11 +30,11 @@ from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
 from kvrelay.core.rpc.connections import RECONNECT_SECONDS, channel_options, understood
-from kvrelay.core.rpc.errors import error_from_rpc, stranger
 from kvrelay.core.rpc.wire import description_from_wire, load_from_wire, refused_from_wire, stats_from_wire
 from kvrelay.core.tasks import end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.nodes.agreement import misfit
+from router.nodes.complaint import complaint
 from router.nodes.doubts import Doubts
 from router.nodes.fit import NodeRefusedError, check_fit
 from router.nodes.kv_index import KVIndex
@@ -84,6 +84,7 @@ class Registry:
         self._settled: set[str] = set()  # addresses of nodes that were live, draining or refused
         self._has_settled = asyncio.Event()
         self._tried = {address: asyncio.Event() for address in addresses}
+        self._max_model_len = 0  # what the log has said last
 
     @property
     def nodes(self) -> tuple[NodeHandle, ...]:
@@ -163,7 +164,7 @@ class Registry:
             except UnavailableError as unusable:
                 error = unusable
             except grpc.aio.AioRpcError as failure:
-                error = _explained(failure)
+                error = UnavailableError(complaint(failure, node.address, timeout=self._timeout))
             if node.is_watched:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))
@@ -269,8 +270,20 @@ class Registry:
             node.complaint = ""
             node.logged.clear()
             self.changed.set()
+            self._log_limit()
         self._settled.add(node.address)
         self._check_settled()
+
+    def _log_limit(self) -> None:
+        """Logs how long requests may be, if that has changed, and which of the live nodes allows no more."""
+        if not self.can_serve():
+            return
+        live = [node for node in self.nodes if node.state is NodeState.LIVE]
+        shortest = min(live, key=lambda node: node.described.max_model_len)
+        limit = shortest.described.max_model_len
+        if limit != self._max_model_len:
+            self._max_model_len = limit
+            _logger.info("requests may have %d tokens now, prompt included: %s takes no more", limit, shortest.name)
 
     def _check_settled(self) -> None:
         can_serve = self.can_serve()
@@ -280,12 +293,6 @@ class Registry:
 
 def _state_with_reason(node: NodeHandle) -> str:
     return f"{node.name} is {node.state.value}" + (f": {node.complaint}" if node.complaint else "")
-
-
-def _explained(failure: grpc.aio.AioRpcError) -> KVRelayError:
-    if found := stranger(failure.code(), failure.details() or "", "kvrelay node"):
-        return UnavailableError(f"what answers there {found}; list nodes by their gRPC addresses")
-    return error_from_rpc(failure)
 
 
 def _connect(silence: float, address: str) -> grpc.aio.Channel:

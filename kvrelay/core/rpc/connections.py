@@ -59,8 +59,8 @@ def channel_options(*, silence: float = KEEPALIVE_TIMEOUT_MS / 1e3) -> Options:
     `RECONNECT_SECONDS` later, and one that has another IP address under its name two seconds after the name says so.
 
     `silence`: seconds for which nothing may be heard of the other process. A connection is given up, and made anew,
-    when its machine acknowledges nothing for that long, or it answers no ping for 10 s longer. If nothing was under
-    way, the ping comes after 10 s."""
+    when its machine acknowledges nothing for that long, or it answers no ping for 10 s longer. Unless one is under way,
+    gRPC sends a ping after 10 s without a message."""
     silence_ms = round(min(silence, 1e6) * 1e3)  # gRPC takes no more than 32 bits
     return [
         *_shared_options(

@@ -356,7 +356,7 @@ async def test_a_refused_node_that_has_ended_is_lost(caplog: pytest.LogCaptureFi
             await prefill.stop()
             await until(lambda: handle.state is NodeState.LOST and handle.complaint != "")
             assert f"({prefill.address}) is refused: role is decode" in caplog.text
-            assert f"({prefill.address}) is refused: failed" not in caplog.text
+            assert f"({prefill.address}) is refused: Connection" not in caplog.text
             await prefill.start()
             await until(lambda: handle.state is NodeState.REFUSED)
 
