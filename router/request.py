@@ -88,9 +88,9 @@ class RequestTrace:
     """How a request was served; always its last event. Times are in seconds, from when the router began it unless
     stated otherwise.
 
-    `prefill_node` sampled the first token, `decode_node` the last one. `queue_seconds` end when a node accepts the
-    request, or with its first token if a decode node prefills it by itself. `num_migrations` counts the placements
-    beyond the first, each made because a node was lost.
+    `prefill_node` sampled the first token, `decode_node` the last one, or was to. `queue_seconds` end when a node
+    accepts the request, or with its first token if a decode node prefills it by itself. `num_migrations` counts the
+    placements beyond the first, each made because a node was lost.
     """
 
     prefill_node: str | None

@@ -46,8 +46,8 @@ class SlotClaims:
 
 
 class StagedCopies:
-    """The copies in the staging memory. `forget` is called from the engine thread, everything else from the node's
-    loop. When slots run out, the copy that was made or claimed again longest ago gives way."""
+    """The copies in the staging memory. The engine thread calls `forget` and `free`, the node's loop everything, `free`
+    as well. When slots run out, the copy that was made or claimed again longest ago gives way."""
 
     def __init__(self, slots: range, num_blocks: int) -> None:
         self._free = list(reversed(slots))

@@ -103,10 +103,12 @@ class Placer:
         _logger.debug("%d tokens: %s", len(node_request.token_ids), placement)
         if placement.prefill is None or not node_request.ends_with_next_token:
             chosen = usable[placement.decode]
+            chosen.outlier.placed()
             chosen.num_claimed_blocks += prompt.facts.num_new_blocks(prompt.num_held_blocks(chosen))
         decode = _resolved(self._decode_clients, placement.decode, placement.decode_sources, usable, prompt)
         prefill = None
         if placement.prefill is not None:
+            usable[placement.prefill].outlier.placed()
             prefill = _resolved(self._prefill_clients, placement.prefill, placement.sources, usable, prompt)
         return ResolvedPlacement(decode, prefill, placement.reason is PlacementReason.SHARED_CORES)
 
@@ -120,6 +122,7 @@ class Placer:
         refill = self._policy.refill(prompt.facts, _candidates(usable, prompt), num_missing_tokens)
         if refill is None:
             return None
+        usable[refill.prefill].outlier.placed()
         return _resolved(self._prefill_clients, refill.prefill, refill.sources, usable, prompt)
 
     def is_live(self, node: KVSource) -> bool:
@@ -165,10 +168,9 @@ def _resolved(
     nodes: Mapping[str, NodeHandle],
     prompt: _Prompt,
 ) -> NodePlacement[ClientT]:
-    """Returns a node that the policy has chosen, with its client (`clients` are by address), and notes that it gets a
-    request. `hints` are its sources, and `nodes` those that it chose among."""
+    """Returns a node that the policy has chosen, with its client (`clients` are by address). `hints` are its sources,
+    and `nodes` those that it chose among."""
     node = nodes[node_id]
-    node.outlier.placed()
     sources = tuple(HeldBlocks(nodes[hint.node_id].source, hint.num_blocks) for hint in hints)
     num_found_blocks = max([prompt.num_coming_blocks(node), *(source.num_blocks for source in sources)])
     num_uncached_tokens = prompt.facts.uncached_tokens(num_found_blocks)

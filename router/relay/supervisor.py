@@ -97,7 +97,7 @@ class RequestSupervisor:
         self._lost: set[KVSource] = set()
         self._num_attempts = 0  # of all shares together
         self._prefill_node: str | None = None  # the one that sampled the first token of any output
-        self._decode_node = ""  # the one that sampled the latest token of any output
+        self._decode_node = ""  # the one of the attempt that gave the latest token of any output
         self._deadline: asyncio.TimerHandle | None = None
 
     async def run(self) -> AsyncGenerator[RequestEvent, None]:
@@ -188,11 +188,16 @@ class RequestSupervisor:
         return ()
 
     def _on_search(self) -> Sequence[RequestEvent]:
-        """Places again the outputs that wait for a node."""
+        """Places again all outputs that wait for a node."""
         for share in self._shares:
-            if share.wait is not None:
-                share.stop_waiting()
-                self._homeless.append(share)
+            self._on_retry(share)
+        return ()
+
+    def _on_retry(self, share: Share) -> Sequence[RequestEvent]:
+        """Places a share again if it waits for a node."""
+        if share.wait is not None:
+            share.stop_waiting()
+            self._homeless.append(share)
         return ()
 
     def _on_waited(self, share: Share) -> Sequence[RequestEvent]:
@@ -274,7 +279,7 @@ class RequestSupervisor:
 
     def _search_later(self, share: Share) -> None:
         """Lets the share look for a node after a wait that grows, or as soon as a decode node becomes live."""
-        self._wait(share, share.backoff.next(), self._on_search)
+        self._wait(share, share.backoff.next(), partial(self._on_retry, share))
 
     def _wait_for_node(self, share: Share) -> None:
         """Lets the share wait until a decode node becomes live, and ends the request if none does in time."""

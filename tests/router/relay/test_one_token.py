@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrelay.core.errors import UnavailableError
 from kvrelay.core.generation.outputs import FinishReason
 from router.request import RoutedRequest
-from tests.router.routed import a_request, assert_idle, take, take_trace
+from tests.router.routed import a_request, assert_idle, give_up, take, take_trace
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import soon, token
 
@@ -33,6 +33,17 @@ async def test_the_decode_node_hears_nothing_of_outputs_that_end_with_their_firs
         assert await soon(nodes.prefill.released) == ("lease",)
         assert (nodes.decode.num_streams, nodes.decode.commands.qsize()) == (0, 0)
         assert_idle(nodes)
+
+
+async def test_a_decode_node_on_probation_is_not_tried_by_a_request_that_it_hears_nothing_of() -> None:
+    async with cluster() as nodes, aclosing(nodes.relay.run(one_token_request())) as events:
+        decode = nodes.registry.decode[0]
+        decode.outlier._num_failures = 5
+        assert decode.outlier.is_on_probation
+        first = asyncio.create_task(take(events))
+        await soon(nodes.prefill.calls)
+        assert decode.outlier.admits
+        await give_up(first)
 
 
 async def test_a_decode_node_that_prefills_by_itself_serves_such_outputs() -> None:

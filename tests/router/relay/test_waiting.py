@@ -112,7 +112,7 @@ async def test_every_output_waits_for_a_node_on_its_own() -> None:
         assert nodes.decode.commands.empty()
 
 
-async def test_a_wait_of_one_output_lengthens_none_of_another() -> None:
+async def test_a_wait_of_one_output_lengthens_and_ends_none_of_another() -> None:
     async with cluster(num_prefill_nodes=0) as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
         first = asyncio.create_task(take(events))
         wire_id = (await nodes.decode.admit()).request_id
@@ -124,6 +124,11 @@ async def test_a_wait_of_one_output_lengthens_none_of_another() -> None:
         nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
         await until(lambda: len(run._shares) == 2 and all(share.wait is not None for share in run._shares))
         assert [share.backoff.next() for share in run._shares] == [120.0, 120.0], "each has waited once"
+        waiting, placed = run._shares
+        assert placed.wait is not None
+        placed.wait._run()
+        assert (await nodes.decode.admit()).first_choice_index == 1
+        assert waiting.wait is not None and nodes.decode.commands.empty()
         await give_up(next_event)
 
 
