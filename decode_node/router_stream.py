@@ -1,5 +1,6 @@
 """The messages to one router. Events of one turn of the loop travel in one message, and so do those that are sent while
-the message before is being written. All tokens of one output are one event of a message.
+the message before is being written. Tokens of one output are one event, unless an event of another kind comes
+between them or they are many (`_EVENT_TOKENS`).
 
 Invariant: everything sent before `close` is delivered before the stream ends, a request's events in the order in which
 they were sent.

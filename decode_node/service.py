@@ -95,13 +95,14 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        self._node.require_alive()
         stream = RouterStream()
         self._streams.append(stream)
         reader = asyncio.get_running_loop().create_task(self._read(request_iterator, stream))
         try:
             async for update in stream.updates():
                 yield update
+            if reader.done():
+                reader.result()  # raises what has ended it, if that was not the router
         finally:
             reader.cancel()
             self._streams.remove(stream)

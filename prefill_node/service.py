@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvrelay.core.clock import Clock, MonotonicClock
-from kvrelay.core.errors import InvalidRequestError, KVRelayError, NotFiniteError
+from kvrelay.core.errors import InvalidRequestError, KVRelayError, NotFiniteError, UnavailableError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.core.kv.source import HeldBlocks
@@ -89,6 +89,8 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         self._node.start(self._on_result, self._on_progress)
 
     async def close(self) -> None:
+        for prefill in self._active.values():
+            prefill.events.put_nowait(UnavailableError(f"{self._node.identity.node_id} is stopping"))
         await self._leases.close()
 
     # -- the service -------------------------------------------------------------------------------------------------

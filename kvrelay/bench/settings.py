@@ -183,7 +183,7 @@ class ServeBenchSettings(WorkloadSettings):
     workload: Literal["random", "shared-prefix", "multi-turn", "mixed", "trace", "dataset"] = Field(  # type: ignore[assignment]
         default="random",
         description="What prompts share; mixed: streams that never stop while long prompts arrive; trace: a recorded "
-        "load, with its own times; dataset: the prompts of a file. A setting whose description begins with a workload's "
+        "load, with its own times; dataset: prompts of a file. A setting whose description begins with a workload's "
         "name belongs to that workload and is refused with others.",
     )
     requests: int = Field(

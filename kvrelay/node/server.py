@@ -87,6 +87,7 @@ class NodeServer:
         if num_left := len(self._node.activity):
             _logger.warning("%d requests or leases are cut off", num_left)
         await self._report(live=False, ready=False)
+        self._health.close()
         self._node.event_log.close()
         await self._service.close()
         await self._server.stop(_GRACE_SECONDS)

@@ -17,6 +17,7 @@ from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import HeldBlocks, KVSource
 from kvrelay.core.node_report import FetchReport
+from kvrelay.core.rpc.connections import understood
 from kvrelay.core.rpc.errors import error_from_rpc, error_from_status
 from kvrelay.core.rpc.wire import (
     fetch_report_from_wire,
@@ -95,7 +96,7 @@ class _Stream:
 
     def send(self, command: pb.DecodeCommand) -> None:
         """Queues a command for the node; drops it if the stream has broken. The queue needs no bound, because a request
-        sends a handful of commands and the number of requests is bounded."""
+        sends a few commands and one for each chunk of its prefill, and the number of requests is bounded."""
         if not self.broken:
             self._commands.put_nowait(command)
 
@@ -107,10 +108,12 @@ class _Stream:
         error: KVRelayError = UnavailableError(f"decode node {self._address} has closed its stream")
         try:
             async for update in self._call:
-                for event in update.events:
+                for event in understood(update).events:
                     self._dispatch(event)
         except grpc.aio.AioRpcError as failure:
             error = UnavailableError(f"lost decode node {self._address}: {error_from_rpc(failure)}")
+        except UnavailableError as failure:
+            error = UnavailableError(f"lost decode node {self._address}: {failure}")
         finally:
             self._call.cancel()
             self._break(error)
@@ -133,7 +136,8 @@ class _Stream:
     def lose(self, error: KVRelayError) -> None:
         """Fails all sessions at once and cancels the call, so that the node, once it can, aborts their requests."""
         self._break(error)
-        self.task.cancel()
+        # Not the task that reads it: gRPC loses the memory of a message that has come and is not read any more.
+        self._call.cancel()
 
     def _break(self, error: KVRelayError) -> None:
         self.broken = True

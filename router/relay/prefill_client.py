@@ -219,9 +219,10 @@ class PrefillClient:
         patience: float | None = None
         try:
             while True:
-                async with asyncio.timeout(patience):
-                    event = await anext(events, None)
-                if event is None:
+                try:
+                    async with asyncio.timeout(patience):
+                        event = understood(await anext(events))
+                except StopAsyncIteration:
                     return
                 match event.WhichOneof("event"):
                     case "accepted":

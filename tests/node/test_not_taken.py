@@ -51,6 +51,15 @@ async def test_a_decode_node_does_not_take_it(epoch: int, happens: Callable[[Nod
         await node.check_idle()
 
 
+async def test_nor_does_a_decode_node_that_crashed_before_its_router_came() -> None:
+    async with serving(DecodeService, node := make_node()) as service:
+        crash(node)
+        router = Router(service)
+        router.send(admit("a"))
+        assert isinstance(failure(await router.event()), NotTakenError)
+        await router.close()
+
+
 @pytest.mark.parametrize(("epoch", "happens", "why"), CASES)
 async def test_a_prefill_node_does_not_take_it(epoch: int, happens: Callable[[Node], None], why: str) -> None:
     async with serving(PrefillService, node := make_node()) as service:

@@ -244,6 +244,19 @@ async def test_a_draining_node_takes_no_new_request_nor_does_one_that_has_crashe
         assert not service._leases and not node.activity
 
 
+async def test_a_node_that_stops_ends_its_streams_at_once_and_leaves_nothing() -> None:
+    runner = GatedRunner()
+    async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
+        async with aclosing(prefill(service, "a")) as events:
+            assert (await anext(events)).HasField("accepted")
+            await service.close()
+            with pytest.raises(UnavailableError, match="node is stopping"):
+                await anext(events)
+        assert not service._leases and not node.activity
+        runner.gate.set()
+        await node.check_idle()
+
+
 async def test_a_step_that_fails_ends_its_requests_stream_and_lease() -> None:
     async with serving(PrefillService, node := make_node(FailingRunner())) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a")) as events:

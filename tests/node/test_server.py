@@ -1,12 +1,14 @@
-"""The health of a node's server, where live and ready are separate, a router that falls silent, and what the log says
-of an end in haste."""
+"""The health of a node's server, where live and ready are separate, a router that falls silent or sends what cannot be
+handled, and what the log says of an end in haste."""
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from decode_node.router_stream import RouterStream
 from decode_node.service import DecodeService
 from kvrelay.core.errors import DeadlineError
 from kvrelay.core.rpc import connections
@@ -92,7 +94,42 @@ async def test_a_decode_node_lets_go_of_what_a_router_holds_beyond_the_time_of_i
         await server.close()
 
 
-async def test_closing_ends_the_streams_of_routers_at_once_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "code", "details"),
+    [
+        (pb.DecodeCommand(pull=pb.Pull(request_id="b")).SerializeToString(), "INTERNAL", "internal error"),
+        (b"\xff", "INVALID_ARGUMENT", "the request is not the protobuf message that this method takes"),
+    ],
+)
+async def test_a_router_is_told_what_ends_its_stream_and_so_is_the_log(
+    command: bytes, code: str, details: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A defect of the node's, in the handling of one command, or bytes that are none. Its other requests end, too."""
+
+    def fail(service: DecodeService, pull: pb.Pull, stream: RouterStream) -> None:
+        raise ZeroDivisionError("no such case")
+
+    monkeypatch.setattr(DecodeService, "_pull", fail)
+    node = make_node()
+    server = NodeServer(node, DecodeService(node))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(PATIENCE):
+            call: Any = channel.stream_stream("/kvrelay.v1.DecodeNode/Serve")()  # of bytes
+            await call.write(admit("a").SerializeToString())
+            await call.read()
+            await call.write(command)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call.read()
+            assert (raised.value.code().name, raised.value.details()) == (code, details)
+            assert ("no such case" in caplog.text) is (code == "INTERNAL")
+            await node.activity.idle()
+            await node.check_idle()
+    finally:
+        await server.close()
+
+
+async def test_closing_ends_every_stream_at_once_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_GRACE_SECONDS", 10 * PATIENCE)
     node = make_node()
     server = NodeServer(node, DecodeService(node))
@@ -100,11 +137,16 @@ async def test_closing_ends_the_streams_of_routers_at_once_and_leaves_nothing(mo
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         serving = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel)).Serve()
         watching = cast("node_pb2_grpc.NodeAsyncStub", node_pb2_grpc.NodeStub(channel)).Watch(node_pb2.WatchRequest())
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watching_health = health.Watch(health_pb2.HealthCheckRequest())
         async with asyncio.timeout(PATIENCE):
             await serving.write(admit("a"))
             await serving.read()
             await watching.read()
+            await watching_health.read()
             await server.close()
+            assert (await watching_health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await watching_health.read() is grpc.aio.EOF
     assert not node.engine_thread.is_alive
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+import pytest
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.v1 import decode_node_pb2
@@ -69,4 +70,56 @@ async def test_a_node_that_is_lost_fails_its_sessions_at_once_and_finds_its_stre
         assert events.empty()
         await client.close()
         assert await soon(node.streams) == "ended"
+    await node.stop()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_stream_that_is_lost_is_ended_by_its_call_and_what_reads_it_reads_on(has_begun: bool) -> None:
+    """If the task that reads were cancelled, gRPC would lose the memory of a message that has just come, or, before the
+    task has begun, nothing would end the call."""
+    node = WatchedDecode()
+    await node.start()
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        client = DecodeClient(channel, node.address)
+        client.open("one", lambda event: None)
+        stream = client._stream
+        assert stream is not None
+        if has_begun:
+            assert await soon(node.streams) == "begun"
+        client.lose(UnavailableError("it is silent"))
+        assert stream._call.cancelled() and not stream.task.cancelling()
+        await asyncio.wait({stream.task}, timeout=PATIENCE)
+        assert stream.task.cancelled()
+        await client.close()
+    await node.stop()
+
+
+class GarblingDecode(ScriptedDecode):
+    """A node that sends what is no message of a decode node."""
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        super().attach(server)
+        method = grpc.stream_stream_rpc_method_handler(
+            self._serve, decode_node_pb2.DecodeCommand.FromString, response_serializer=bytes
+        )
+        server.add_registered_method_handlers("kvrelay.v1.DecodeNode", {"Serve": method})
+
+    async def _serve(
+        self, commands: AsyncIterator[decode_node_pb2.DecodeCommand], context: object
+    ) -> AsyncIterator[bytes]:
+        yield b"\xff"
+        await asyncio.Event().wait()
+
+
+async def test_a_message_that_is_not_understood_fails_the_sessions_and_says_so() -> None:
+    node = GarblingDecode()
+    await node.start()
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        client = DecodeClient(channel, node.address)
+        events: asyncio.Queue[DecodeEvent] = asyncio.Queue()
+        client.open("one", events.put_nowait)
+        last: DecodeEvent = await soon(events)
+        assert isinstance(last, DecodeFailed) and isinstance(last.error, UnavailableError)
+        assert f"lost decode node {node.address}: what it answers is not understood" in str(last.error)
+        await client.close()
     await node.stop()

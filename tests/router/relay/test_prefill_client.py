@@ -26,9 +26,11 @@ REQUEST = NodeRequest((5, 6, 7), SamplingParams(seed=1), NAMESPACE, 0, b"", 0, 0
 
 
 @asynccontextmanager
-async def prefilling() -> AsyncIterator[tuple[ScriptedPrefill, PrefillClient, PrefillSession, Events]]:
+async def prefilling(
+    make: type[ScriptedPrefill] = ScriptedPrefill,
+) -> AsyncIterator[tuple[ScriptedPrefill, PrefillClient, PrefillSession, Events]]:
     """Yields a node, the router's client of it, and a request that was sent to it, with its events."""
-    node = ScriptedPrefill()
+    node = make()
     await node.start()
     async with grpc.aio.insecure_channel(node.address) as channel:
         client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
@@ -138,4 +140,31 @@ async def test_a_stream_that_has_ended_lets_go_of_its_prompt_though_its_session_
         assert [await soon(events), await soon(events)] == [PrefillAccepted(), PrefillEnded(None)]
         gc.collect()
         assert prompt() is None and session.has_lease
+        session.close()
+
+
+class GarblingPrefill(ScriptedPrefill):
+    """A node that sends what is no event of a prefill node when it publishes blocks."""
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        super().attach(server)
+        method = grpc.unary_stream_rpc_method_handler(
+            self._prefill, prefill_node_pb2.PrefillRequest.FromString, response_serializer=bytes
+        )
+        server.add_registered_method_handlers("kvrelay.v1.PrefillNode", {"Prefill": method})
+
+    async def _prefill(self, request: prefill_node_pb2.PrefillRequest, context: Context) -> AsyncIterator[bytes]:
+        async for event in self.Prefill(request, context):
+            yield b"\xff" if event.HasField("progress") else event.SerializeToString()
+
+
+async def test_an_event_that_is_not_understood_is_no_end_by_which_all_blocks_are_published() -> None:
+    async with prefilling(GarblingPrefill) as (node, _, session, events):
+        call = await soon(node.calls)
+        call.accept()
+        call.publish(1)
+        assert await soon(events) == PrefillAccepted()
+        ended = await soon(events)
+        assert isinstance(ended, PrefillEnded) and isinstance(ended.error, UnavailableError)
+        assert "is not understood" in str(ended.error)
         session.close()
