@@ -39,6 +39,10 @@ def _request(place: str, entry: dict[str, Any], num_drawn_tokens: int) -> Reques
 
 
 def warmup_of(requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
-    """Returns requests that are about as long as the first of these and begin with other words: with the same ones, in
-    the opposite order."""
-    return [replace(one, text=" ".join(reversed(one.text.split()))) for one in islice(cycle(requests), count)]
+    """Returns requests that are about as long as the first of these, with the same words, and begin in their middle."""
+    return [replace(one, text=_from_the_middle(one.text)) for one in islice(cycle(requests), count)]
+
+
+def _from_the_middle(text: str) -> str:
+    middle = len(text) // 2  # not by words: Chinese and Japanese have no spaces
+    return text[middle:] + text[:middle]

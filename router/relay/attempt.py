@@ -257,7 +257,8 @@ class Attempt:
         )
         self._decoding = decoding
         self.unfinished &= decoding
-        if decoding and self._session is not None:
+        if decoding:
+            assert self._session is not None
             self._session.start(finished.first_tokens)
         if self._node_request.sampling.prompt_logprobs is None:
             return finished.first_tokens

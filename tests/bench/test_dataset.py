@@ -87,11 +87,11 @@ def test_they_arrive_at_the_rate(tmp_path: Path) -> None:
     assert plan.request_rate == 2.0 and plan.sessions[-1].at > plan.sessions[1].at > 0.0
 
 
-def test_the_warm_up_begins_with_other_words(tmp_path: Path) -> None:
-    settings = settings_of(dataset_of(tmp_path, {"prompt": "a b c"}, {"prompt": "d e", "output_tokens": 2}), warmup=3)
+def test_the_warm_up_shares_no_beginning_with_the_prompts(tmp_path: Path) -> None:
+    settings = settings_of(dataset_of(tmp_path, {"prompt": "一二三四"}, {"prompt": " ", "output_tokens": 2}), warmup=3)
     [plan] = plans_of(settings)
     warmup = [request for session in plan_warmup(settings, plan).sessions for request in session.requests]
-    assert [(one.text, one.max_tokens) for one in warmup] == [("c b a", 64), ("e d", 2), ("c b a", 64)]
+    assert [(one.text, one.max_tokens) for one in warmup] == [("三四一二", 64), (" ", 2), ("三四一二", 64)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -12,16 +13,24 @@ from router.relay.decode_client import DecodeClient, DecodeEvent, DecodeFailed
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon
 
 
+@asynccontextmanager
+async def client_of(node: ScriptedDecode) -> AsyncIterator[tuple[DecodeClient, asyncio.Queue[DecodeEvent]]]:
+    """Yields a client of the node, which runs meanwhile, and a queue for the events of its sessions."""
+    await node.start()
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        client = DecodeClient(channel, node.address)
+        yield client, asyncio.Queue()
+        await client.close()
+    await node.stop()
+
+
 def who_waits_for_commands() -> list[asyncio.Task[object]]:
     return [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())]
 
 
 async def test_the_end_of_a_stream_fails_its_sessions() -> None:
     node = ScriptedDecode()
-    await node.start()
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        client = DecodeClient(channel, node.address)
-        events: asyncio.Queue[DecodeEvent] = asyncio.Queue()
+    async with client_of(node) as (client, events):
         session = client.open("one", events.put_nowait)
         assert who_waits_for_commands()
         node.end_stream()
@@ -31,8 +40,6 @@ async def test_the_end_of_a_stream_fails_its_sessions() -> None:
             while who_waits_for_commands():
                 await asyncio.sleep(0)
         session.close(finished=False)
-        await client.close()
-    await node.stop()
 
 
 class WatchedDecode(ScriptedDecode):
@@ -55,10 +62,7 @@ class WatchedDecode(ScriptedDecode):
 
 async def test_a_node_that_is_lost_fails_its_sessions_at_once_and_finds_its_stream_ended() -> None:
     node = WatchedDecode()
-    await node.start()
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        client = DecodeClient(channel, node.address)
-        events: asyncio.Queue[DecodeEvent] = asyncio.Queue()
+    async with client_of(node) as (client, events):
         client.open("one", events.put_nowait)
         assert await soon(node.streams) == "begun"
         client.lose(UnavailableError("it is silent"))
@@ -70,7 +74,6 @@ async def test_a_node_that_is_lost_fails_its_sessions_at_once_and_finds_its_stre
         assert events.empty()
         await client.close()
         assert await soon(node.streams) == "ended"
-    await node.stop()
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -78,10 +81,8 @@ async def test_a_stream_that_is_lost_is_ended_by_its_call_and_what_reads_it_read
     """If the task that reads were cancelled, gRPC would lose the memory of a message that has just come, or, before the
     task has begun, nothing would end the call."""
     node = WatchedDecode()
-    await node.start()
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        client = DecodeClient(channel, node.address)
-        client.open("one", lambda event: None)
+    async with client_of(node) as (client, events):
+        client.open("one", events.put_nowait)
         stream = client._stream
         assert stream is not None
         if has_begun:
@@ -90,8 +91,6 @@ async def test_a_stream_that_is_lost_is_ended_by_its_call_and_what_reads_it_read
         assert stream._call.cancelled() and not stream.task.cancelling()
         await asyncio.wait({stream.task}, timeout=PATIENCE)
         assert stream.task.cancelled()
-        await client.close()
-    await node.stop()
 
 
 class GarblingDecode(ScriptedDecode):
@@ -113,13 +112,8 @@ class GarblingDecode(ScriptedDecode):
 
 async def test_a_message_that_is_not_understood_fails_the_sessions_and_says_so() -> None:
     node = GarblingDecode()
-    await node.start()
-    async with grpc.aio.insecure_channel(node.address) as channel:
-        client = DecodeClient(channel, node.address)
-        events: asyncio.Queue[DecodeEvent] = asyncio.Queue()
+    async with client_of(node) as (client, events):
         client.open("one", events.put_nowait)
         last: DecodeEvent = await soon(events)
         assert isinstance(last, DecodeFailed) and isinstance(last.error, UnavailableError)
         assert f"lost decode node {node.address}: what it answers is not understood" in str(last.error)
-        await client.close()
-    await node.stop()
