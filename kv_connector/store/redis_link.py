@@ -84,8 +84,8 @@ class RedisLink:
         self._connections = _connections(settings)
         self.address = redis_address(settings.url)
         self.client = Redis.from_pool(self._connections)
-        self.server = CircuitBreaker("Redis", clock)
-        self.writes = CircuitBreaker("storing in Redis", clock, threshold=1, quiet=True)
+        self.server = CircuitBreaker(clock)
+        self.writes = CircuitBreaker(clock, threshold=1)
         self._timeout = settings.operation_timeout_seconds
         self._turns = asyncio.Semaphore(self._connections.max_connections)  # which the URL may set
         self._num_succeeded = 0

@@ -179,7 +179,7 @@ class UcxConnector(WithoutStore):
         elif peer.num_answers > num_answers or (fetch.expired and timeout < _MIN_CONCLUSIVE_TIMEOUT):
             state.breakers.abandoned(source, permit)  # it answers other fetches, or this one had too little time
         else:
-            state.breakers.failed(source, permit, name=f"node {source.node_id}")
+            state.breakers.failed(source, permit)
 
     def _open(self, transport: Transport, pool: Payloads, epoch: int) -> None:
         shared = SharedPool(pool, epoch)

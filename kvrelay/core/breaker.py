@@ -3,33 +3,27 @@
 Closed, it admits every attempt. After `threshold` failures in a row it opens and admits none until a wait is over, then
 one (half open). If that fails, the next wait is twice as long; the actual one is drawn between half and all of it. A
 success closes it.
+It logs nothing: its owner does, through `Outages`.
+
 Invariant: whoever was admitted calls `succeeded`, `failed` or `abandoned`, once. Of those admitted since it opened, at
 most one is under way.
 """
 
-import logging
 from random import Random
 from typing import NewType
 
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
 
-_logger = logging.getLogger(__name__)
-
 Permit = NewType("Permit", object)
 """Stands for an attempt that was admitted; it has nothing but its identity."""
 
 
 class CircuitBreaker:
-    """The breaker of one server or peer, used from one loop. `name` is for the log, where a `quiet` one is for
-    debugging only, since its owner logs the failures; `random` draws the waits."""
+    """The breaker of one server or peer, used from one loop. `random` draws the waits."""
 
-    def __init__(
-        self, name: str, clock: Clock, *, threshold: int = 3, quiet: bool = False, random: Random | None = None
-    ) -> None:
-        self._name = name
+    def __init__(self, clock: Clock, *, threshold: int = 3, random: Random | None = None) -> None:
         self._clock = clock
-        self._quiet = quiet
         self._threshold = threshold
         self._backoff = Backoff(first=0.5, longest=30.0, random=random)
         self._failures = 0
@@ -56,8 +50,6 @@ class CircuitBreaker:
         return permit
 
     def succeeded(self) -> None:
-        if self._retry_at is not None:
-            _logger.log(logging.DEBUG if self._quiet else logging.INFO, "%s works again", self._name)
         self._retry_at = self._trial = None
         self._failures = 0
         self._backoff.reset()
@@ -68,11 +60,7 @@ class CircuitBreaker:
             return  # admitted before the breaker opened
         if self._failures < self._threshold:
             return
-        wait = self._backoff.next()
-        level = logging.DEBUG if self._quiet or self.is_open else logging.WARNING
-        message = "%s failed %d times in a row; left alone for %.1f s, and longer each time that it fails again"
-        _logger.log(level, message, self._name, self._failures, wait)
-        self._retry_at = self._clock.now() + wait
+        self._retry_at = self._clock.now() + self._backoff.next()
         self._trial = None
 
     def abandoned(self, permit: Permit) -> None:

@@ -12,6 +12,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.kv.source_breakers import SourceBreakers
 from kvrelay.core.node_report import STORE, FetchReport
+from kvrelay.core.outages import Outages
 
 
 class Links:
@@ -19,6 +20,7 @@ class Links:
 
     def __init__(self, clock: Clock, random: Random) -> None:
         self._breakers = SourceBreakers(clock, random=random)
+        self._outages = Outages(clock.now)
 
     def failing(self) -> list[KVSource]:
         """Returns the prefill nodes that are left alone or tried again, since their KV did not get here. They may
@@ -32,7 +34,7 @@ class Links:
     def begin(self, source: KVSource, reader: str) -> "Delivery":
         """Returns the delivery of a prompt's KV by `source`. `reader` is the decode node's id, for the log."""
         name = f"moving KV from {source.node_id} to {reader}"
-        return Delivery(self._breakers, source, name, self._breakers.admit(source))
+        return Delivery(self._breakers, self._outages, source, name, self._breakers.admit(source))
 
 
 class Delivery:
@@ -40,8 +42,11 @@ class Delivery:
     any case; only the first call counts. `permit` is None if the link was left alone already, so that it says nothing
     new if nothing comes."""
 
-    def __init__(self, breakers: SourceBreakers, source: KVSource, name: str, permit: Permit | None) -> None:
+    def __init__(
+        self, breakers: SourceBreakers, outages: Outages, source: KVSource, name: str, permit: Permit | None
+    ) -> None:
         self._breakers = breakers
+        self._outages = outages
         self._source = source
         self._name = name
         self._permit = permit
@@ -58,9 +63,13 @@ class Delivery:
         if not broke_off and any(node_id == origin for node_id, _ in fetches.fetched):
             self._is_over = True
             self._breakers.succeeded(self._source)
+            self._outages.succeeded(self._name)
         elif lacks_blocks and self._permit is not None:
             self._is_over = True
-            self._breakers.failed(self._source, self._permit, name=self._name)
+            self._breakers.failed(self._source, self._permit)
+            if self._source in self._breakers.open():
+                message = "%s failed several times in a row; another prefill node is preferred, if there is one"
+                self._outages.failed(self._name, message, self._name)
         else:
             self.close()
 

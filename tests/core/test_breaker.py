@@ -1,9 +1,5 @@
 """When the circuit breaker admits attempts: not after failures in a row, then one at a time after a wait."""
 
-import logging
-
-import pytest
-
 from kvrelay.core.breaker import CircuitBreaker, Permit
 from tests.manual_clock import ManualClock
 
@@ -15,7 +11,7 @@ def admitted(tried: CircuitBreaker) -> Permit:
 
 
 def test_failures_in_a_row_open_the_breaker() -> None:
-    tried = CircuitBreaker("x", ManualClock())
+    tried = CircuitBreaker(ManualClock())
     for _ in range(5):
         for _ in range(2):
             tried.failed(admitted(tried))
@@ -27,7 +23,7 @@ def test_failures_in_a_row_open_the_breaker() -> None:
 
 def test_an_open_breaker_admits_one_attempt_at_a_time_after_waits_that_grow() -> None:
     clock = ManualClock()
-    tried = CircuitBreaker("x", clock, threshold=1)
+    tried = CircuitBreaker(clock, threshold=1)
     tried.failed(admitted(tried))
     for longest in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         clock.seconds += longest * 0.49
@@ -47,7 +43,7 @@ def test_an_open_breaker_admits_one_attempt_at_a_time_after_waits_that_grow() ->
 
 def test_after_an_abandoned_attempt_another_is_admitted() -> None:
     clock = ManualClock()
-    tried = CircuitBreaker("x", clock, threshold=1)
+    tried = CircuitBreaker(clock, threshold=1)
     tried.failed(admitted(tried))
     clock.seconds += 0.5
     tried.abandoned(admitted(tried))
@@ -56,7 +52,7 @@ def test_after_an_abandoned_attempt_another_is_admitted() -> None:
 
 def test_attempts_admitted_before_it_opened_neither_lengthen_the_wait_nor_end_the_trial() -> None:
     clock = ManualClock()
-    tried = CircuitBreaker("x", clock, threshold=1)
+    tried = CircuitBreaker(clock, threshold=1)
     before = [admitted(tried) for _ in range(12)]
     for permit in before[:10]:
         tried.failed(permit)
@@ -68,25 +64,3 @@ def test_attempts_admitted_before_it_opened_neither_lengthen_the_wait_nor_end_th
     assert not tried.admit(), "the trial is still under way"
     tried.abandoned(trial)
     assert tried.admit()
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-def test_the_log_says_when_it_opens_and_closes_and_for_debugging_every_wait(
-    caplog: pytest.LogCaptureFixture, quiet: bool
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    clock = ManualClock()
-    tried = CircuitBreaker("x", clock, threshold=2, quiet=quiet)
-    for _ in range(2):
-        tried.failed(admitted(tried))
-        tried.failed(admitted(tried))
-        clock.seconds += 0.5
-        tried.failed(admitted(tried))
-        tried.succeeded()
-        tried.succeeded()
-    opened, closed = ("DEBUG", "DEBUG") if quiet else ("WARNING", "INFO")
-    assert [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records] == [
-        (opened, "x failed 2 times in a row"),
-        ("DEBUG", "x failed 3 times in a row"),
-        (closed, "x works again"),
-    ] * 2

@@ -44,6 +44,6 @@ def test_the_cluster_serves_on_when_redis_behind_shared_memory_dies(
                 response = cluster.router.generate(prompt, 20)
                 assert list(response.outputs[0].token_ids) == oracle.tokens(prompt, 20)
                 assert response.trace.num_transferred_blocks == 6
-            cluster.program.wait_log("left alone for")
+            cluster.program.wait_log("publishing to Redis failed")
     finally:
         server.stop()

@@ -41,11 +41,10 @@ class SourceBreakers:
         if breaker is not None:
             breaker.succeeded()
 
-    def failed(self, source: KVSource, permit: Permit, *, name: str) -> None:
-        """`name` is what the log calls the source."""
+    def failed(self, source: KVSource, permit: Permit) -> None:
         breaker = self._breakers.get(source)
         if breaker is None:
-            breaker = self._breakers[source] = CircuitBreaker(name, self._clock, random=self._random)
+            breaker = self._breakers[source] = CircuitBreaker(self._clock, random=self._random)
             if len(self._breakers) > _CAPACITY:
                 del self._breakers[next(iter(self._breakers))]
         breaker.failed(permit)
