@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.node.lease_counts import LeaseCounts
 
 _SWEEP_SECONDS = 1.0
@@ -46,8 +46,10 @@ class LeaseTable:
     def __contains__(self, lease_id: str) -> bool:
         return lease_id in self._deadlines
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._sweep_forever(), name="lease-sweeper")
+    def start(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Starts the sweeper. `on_failure` is called when an unforeseen error has ended it, after which no lease
+        expires any more."""
+        self._task = begin_task(self._sweep_forever(), name="lease-sweeper", on_failure=on_failure)
 
     async def close(self) -> None:
         await end_tasks(self._task)

@@ -85,7 +85,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
 
     def start(self) -> None:
-        self._leases.start()
+        self._leases.start(self._node.crash)
         self._node.start(self._on_result, self._on_progress)
 
     async def close(self) -> None:

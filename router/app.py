@@ -36,7 +36,7 @@ from kvrelay.core.rpc.connections import (
     set_serving,
 )
 from kvrelay.core.rpc.health_service import HealthService
-from kvrelay.core.tasks import end_tasks, first_of
+from kvrelay.core.tasks import begin_task, end_tasks, first_of
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.edge.edge import Edge
@@ -230,7 +230,7 @@ async def _reporting(servicer: HealthService, registry: Registry) -> AsyncIterat
             await report()
 
     await report()
-    following = asyncio.create_task(follow(), name="readiness")
+    following = begin_task(follow(), name="readiness")
     try:
         yield
     finally:

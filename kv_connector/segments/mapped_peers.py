@@ -20,7 +20,7 @@ from kv_connector.worker import RunsFunctions
 from kvrelay.core.errors import ConfigurationError, KVError
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.outages import Outages
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 
 _CHECK_SECONDS = 1.0  # between two checks whether the owners live
 
@@ -62,7 +62,7 @@ class MappedPeers(Generic[PeerT]):
     def watch_owners(self) -> None:
         """Starts the checks, if anything is mapped. Called on the loop, after something may have been mapped."""
         if self._peers and (self._checking is None or self._checking.done()):
-            self._checking = asyncio.get_running_loop().create_task(self._check_owners(), name="kv segment owners")
+            self._checking = begin_task(self._check_owners(), name="kv segment owners")
 
     async def close(self) -> None:
         """Unmaps everything, after the copy under way."""

@@ -1,9 +1,30 @@
-"""Ending the tasks that a component has started on its event loop, and waiting: for the first of several things, or for
-one that may not be interrupted."""
+"""Tasks that a component begins on its event loop and ends when it is closed, and waiting: for the first of several
+things, or for one that may not be interrupted."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+
+def begin_task(
+    work: Coroutine[Any, Any, None], *, name: str, on_failure: Callable[[BaseException], None] | None = None
+) -> "asyncio.Task[None]":
+    """Begins a task that nobody waits for before it is to end. An unforeseen error that ends it is logged at once, and
+    given to `on_failure`."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    task.add_done_callback(partial(_report, on_failure))
+    return task
+
+
+def _report(on_failure: Callable[[BaseException], None] | None, task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("the task %r has failed", task.get_name(), exc_info=error)
+        if on_failure is not None:
+            on_failure(error)
 
 
 async def end_tasks(*tasks: "asyncio.Task[Any] | None") -> None:

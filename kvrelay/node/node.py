@@ -68,8 +68,8 @@ def _ignore_progress(request_id: str, num_blocks: int, are_published: bool) -> N
 
 class Node:
     """A node, used on the loop on which it was made. `fetch_timeout`: seconds that one fetch may take. `crashed` is set
-    when the engine or the publisher has failed, or the engine or a fetch hangs. `num_host_blocks`: the size of a pool
-    in host memory, 0 for one on a GPU. `make_engine_thread` makes the thread that steps the engine."""
+    when a part that the node cannot do without has failed or hangs. `num_host_blocks`: the size of a pool in host
+    memory, 0 for one on a GPU. `make_engine_thread` makes the thread that steps the engine."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Node:
         self.activity = Activity()
         self.lease_counts = LeaseCounts()
         self.draining = False
-        self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self._on_crash)
+        self.engine_thread = make_engine_thread(engine, loop, on_result=self._on_result, on_crash=self.crash)
         self._outages = Outages(loop.time)
         self._publisher = Publisher(connector, self._unpin, self._outages)
         self._fetches = FetchesUnderWay(loop.time)
@@ -124,15 +124,15 @@ class Node:
         fetched."""
         self._handler = handler
         self._on_progress = on_progress
-        self._publisher.start(self._on_crash)
+        self._publisher.start(self.crash)
         self.engine_thread.start()
 
     def watch(self, timeout: float) -> None:
         """Has the node count as crashed when its engine makes no turn for `timeout` seconds, or a fetch does not return
         so long after its time was over. Call once, after `start`."""
         self._watchdogs = [
-            Watchdog(lambda: self.engine_thread.num_turns, EngineHungError, self._on_crash, timeout=timeout),
-            Watchdog(self._fetches.sign_of_life, self._fetches.hung, self._on_crash, timeout=timeout),
+            Watchdog(lambda: self.engine_thread.num_turns, EngineHungError, self.crash, timeout=timeout),
+            Watchdog(self._fetches.sign_of_life, self._fetches.hung, self.crash, timeout=timeout),
         ]
         for watchdog in self._watchdogs:
             watchdog.start()
@@ -150,6 +150,13 @@ class Node:
     def discard(self, reservation: Reservation) -> None:
         """Unpins the blocks of a request that was admitted, but that nobody wants any more."""
         self._unpin([block.block_id for block in reservation.missing])
+
+    def crash(self, error: BaseException) -> None:
+        """Has the node count as crashed: a part that it cannot do without has failed or hangs."""
+        _logger.critical("node %s does not work any more: %s", self.identity.node_id, error)
+        self._hangs |= isinstance(error, EngineHungError)
+        self.crashed.set()
+        self.event_log.close()  # ends the streams of watchers at once
 
     async def check_idle(self) -> None:
         """Raises when anything is left of any request. For tests, and only on an idle node."""
@@ -220,9 +227,3 @@ class Node:
 
     def _progress(self, request_id: str, num_blocks: int) -> Notify:
         return lambda are_published: self._on_progress(request_id, num_blocks, are_published)
-
-    def _on_crash(self, error: BaseException) -> None:
-        _logger.critical("node %s does not work any more: %s", self.identity.node_id, error)
-        self._hangs |= isinstance(error, EngineHungError)
-        self.crashed.set()
-        self.event_log.close()  # ends the streams of watchers at once

@@ -8,14 +8,13 @@ unpinned only after that. The store is told last what to forget: one that hangs 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kv_connector.base import KVConnector
 from kvrelay.core.errors import KVError
 from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.core.outages import Outages
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 
 _OUTAGE = "publishing"
 
@@ -46,8 +45,7 @@ class Publisher:
     def start(self, on_failure: Callable[[BaseException], None]) -> None:
         """Starts the task. `on_failure` is called when an unforeseen error has ended it, after which nothing is
         published or unpinned any more."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="publisher")
-        self._task.add_done_callback(partial(_report, on_failure))
+        self._task = begin_task(self._run(), name="publisher", on_failure=on_failure)
 
     def enqueue(self, blocks: Sequence[NamedBlock], notify: Sequence[Notify] = ()) -> None:
         if blocks or notify:
@@ -105,8 +103,3 @@ class Publisher:
             return True
         finally:
             self._unpin([block.block_id for block in blocks])
-
-
-def _report(on_failure: Callable[[BaseException], None], task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        on_failure(error)

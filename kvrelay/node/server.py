@@ -21,7 +21,7 @@ from kvrelay.core.rpc.connections import (
     server_options,
     set_serving,
 )
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.node.node import Node
 from kvrelay.node.node_service import NodeService
 from kvrelay.v1 import node_pb2_grpc
@@ -71,7 +71,7 @@ class NodeServer:
         self._service.start()
         bound = await serve_insecure(self._server, host, port)
         await self._report(live=True, ready=True)
-        self._crash_report = asyncio.get_running_loop().create_task(self._report_crash(), name="crash-report")
+        self._crash_report = begin_task(self._report_crash(), name="crash-report")
         return bound
 
     async def drain(self, timeout: float) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvrelay.core.errors import KVRelayError
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 
 _LONGEST_INTERVAL_SECONDS = 1.0
 
@@ -47,7 +47,7 @@ class Watchdog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._check_forever(), name="watchdog")
+        self._task = begin_task(self._check_forever(), name="watchdog", on_failure=self._on_hang)
 
     async def close(self) -> None:
         await end_tasks(self._task)

@@ -31,7 +31,7 @@ from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeSt
 from kvrelay.core.outages import Outages
 from kvrelay.core.rpc.connections import RECONNECT_SECONDS, channel_options, understood
 from kvrelay.core.rpc.wire import description_from_wire, load_from_wire, refused_from_wire, stats_from_wire
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.nodes.agreement import misfit
 from router.nodes.complaint import complaint
@@ -96,8 +96,7 @@ class Registry:
         return NodeHandle(address, role, self._connect(address), outlier, Outages(self.clock.now), links)
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._follow(node), name=f"watch {node.address}") for node in self.nodes]
+        self._tasks = [begin_task(self._follow(node), name=f"watch {node.address}") for node in self.nodes]
 
     async def wait_settled(self) -> None:
         """Returns when every node has been live, draining or refused, or when one that can serve is live and those that
@@ -165,6 +164,9 @@ class Registry:
                 error = unusable
             except grpc.aio.AioRpcError as failure:
                 error = UnavailableError(complaint(failure, node.address, timeout=self._timeout))
+            except Exception:
+                _logger.exception("watching %s has failed", node.name)
+                error = UnavailableError("internal error of the router")
             if node.is_watched:
                 self._set_state(node, NodeState.LOST)
                 node.on_lost(UnavailableError(f"{node.role.value} node {node.name} is lost: {error}"))

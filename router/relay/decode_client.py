@@ -28,7 +28,7 @@ from kvrelay.core.rpc.wire import (
     sampling_to_wire,
     source_to_wire,
 )
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 from router.request import NodeRequest
@@ -84,7 +84,7 @@ class _Stream:
         self._sinks: dict[str, Sink] = {}
         self._commands: asyncio.Queue[pb.DecodeCommand | None] = asyncio.Queue()  # None ends the call's requests
         self._call = stub.Serve(self._outgoing())
-        self.task = asyncio.get_running_loop().create_task(self._read(), name=f"decode stream {address}")
+        self.task = begin_task(self._read(), name=f"decode stream {address}")
 
     def add(self, wire_id: str, sink: Sink) -> None:
         assert wire_id not in self._sinks

@@ -28,7 +28,7 @@ from kvrelay.core.rpc.wire import (
     prompt_logprobs_from_wire,
     sampling_to_wire,
 )
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.v1 import prefill_node_pb2 as pb
 from kvrelay.v1 import prefill_node_pb2_grpc
 from router.request import NodeRequest
@@ -172,8 +172,8 @@ class PrefillClient:
     def hold(self, lease_id: str) -> None:
         """Renews a lease from now on, until `release`."""
         self._held.add(lease_id)
-        if self._heartbeat is None:
-            self._heartbeat = asyncio.get_running_loop().create_task(self._renew_forever(), name="lease-heartbeat")
+        if self._heartbeat is None or self._heartbeat.done():
+            self._heartbeat = begin_task(self._renew_forever(), name=f"lease heartbeat {self._address}")
 
     def release(self, lease_id: str) -> None:
         """Releases a lease in a task of its own, and returns at once. Only the first call for a lease has an effect."""

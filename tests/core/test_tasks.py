@@ -1,12 +1,34 @@
-"""Waiting for the first of several things, and for what may not be interrupted."""
+"""Tasks that fail unforeseen, and waiting: for the first of several things, and for what may not be interrupted."""
 
 import asyncio
 
 import pytest
 
-from kvrelay.core.tasks import first_of, uninterrupted
+from kvrelay.core.tasks import begin_task, end_tasks, first_of, uninterrupted
 
 TIMEOUT = 10.0
+
+
+async def test_a_task_that_fails_is_logged_at_once_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ValueError("a fault of ours")
+
+    failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    task = begin_task(fail(), name="sweeper", on_failure=failure.set_result)
+    assert isinstance(await asyncio.wait_for(failure, TIMEOUT), ValueError)
+    assert caplog.messages == ["the task 'sweeper' has failed"]
+    assert "a fault of ours" in caplog.text
+    await end_tasks(task)
+
+
+async def test_a_task_that_is_ended_or_returns_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[BaseException] = []
+    endless = begin_task(Endless().wait(), name="endless", on_failure=failures.append)
+    begin_task(asyncio.sleep(0), name="short", on_failure=failures.append)
+    await asyncio.sleep(0)
+    await end_tasks(endless, None)
+    await asyncio.sleep(0)
+    assert (failures, caplog.messages) == ([], [])
 
 
 async def test_a_caller_that_may_not_be_interrupted_is_cancelled_afterwards() -> None:

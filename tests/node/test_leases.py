@@ -1,7 +1,13 @@
 """A lease ends exactly once, by release or by expiry."""
 
+import asyncio
+
+import pytest
+
 from prefill_node.leases import LeaseTable
 from tests.manual_clock import ManualClock
+
+PATIENCE = 10.0
 
 
 def make() -> tuple[LeaseTable, ManualClock, list[str]]:
@@ -43,7 +49,21 @@ def test_leases_that_are_not_renewed_expire() -> None:
 
 async def test_closing_ends_the_leases_that_are_left() -> None:
     leases, _, ended = make()
-    leases.start()
+    leases.start(lambda error: None)
     leases.open("a", 10)
     await leases.close()
     assert ended == ["a"]
+
+
+async def test_a_sweeper_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases would not expire any more, and their blocks stay pinned."""
+
+    def fail() -> None:
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr("prefill_node.leases._SWEEP_SECONDS", 0.0)
+    leases = LeaseTable(ManualClock(), lambda lease_id: None, on_sweep=fail)
+    failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    leases.start(failure.set_result)
+    assert isinstance(await asyncio.wait_for(failure, PATIENCE), ValueError)
+    await leases.close()

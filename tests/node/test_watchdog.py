@@ -32,6 +32,19 @@ def test_time_is_counted_in_checks() -> None:
     assert not dog.check()
 
 
+async def test_a_watchdog_that_fails_counts_as_a_hang() -> None:
+    """Nothing would be noticed any more."""
+
+    def fail() -> object:
+        raise ValueError("a fault of ours")
+
+    failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    dog = Watchdog(fail, EngineHungError, failure.set_result, timeout=60.0)
+    dog.start()
+    assert isinstance(await asyncio.wait_for(failure, PATIENCE), ValueError)
+    await dog.close()
+
+
 async def watched_until_it_ends(channel: grpc.aio.Channel) -> None:
     stub: Any = node_pb2_grpc.NodeStub(channel)
     async for _ in stub.Watch(node_pb2.WatchRequest(), timeout=PATIENCE):

@@ -65,6 +65,25 @@ async def test_a_node_that_was_not_understood_is_asked_again() -> None:
         assert not node.left
 
 
+async def test_an_unforeseen_error_costs_a_node_its_state_and_not_its_watch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("a fault of ours")
+
+    node = ScriptedDecode()
+    async with registered(node) as registry:
+        [handle] = registry.decode
+        await until(lambda: handle.state is NodeState.LIVE)
+        with monkeypatch.context() as faulty:
+            faulty.setattr(registry.index, "stored", fail)
+            node.update(1)
+            await until(lambda: handle.state is NodeState.LOST)
+        assert "internal error of the router" in handle.complaint and "a fault of ours" in caplog.text
+        node.update(0, reset=True)
+        await until(lambda: handle.state is NodeState.LIVE)
+
+
 @asynccontextmanager
 async def _program(greeting: bytes) -> AsyncIterator[str]:
     """Yields the address of a program that answers whatever it is sent with `greeting`."""
