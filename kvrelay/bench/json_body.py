@@ -8,6 +8,12 @@ from collections.abc import Iterator, Mapping
 
 from kvrelay.bench.base import ChatPrompt, Prompt
 
+OWN_FIELDS = {
+    *("model", "prompt", "messages", "max_tokens", "stream", "stream_options"),
+    *("temperature", "top_k", "top_p", "ignore_eos"),
+}
+"""Fields of a body that the benchmark fills in itself; the last four have flags."""
+
 _PIECE_TOKENS = 2048
 _PIECE_CHARS = 1 << 15
 

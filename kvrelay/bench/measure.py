@@ -1,6 +1,7 @@
 """From settings to results: the client, the prompts and the runs of one command. Other programs call it, too."""
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -69,8 +70,9 @@ async def _client(settings: BenchSettings, clock: Clock) -> AsyncIterator[Client
 
         key = settings.api_key.get_secret_value()
         client = OpenAIClient(
-            settings.url, settings.endpoint, generation, clock, api_key=key, keep_alive=settings.keep_alive
-        )
+            settings.url, settings.endpoint, generation, clock,
+            api_key=key, keep_alive=settings.keep_alive, extra_body=json.loads(settings.extra_body),
+        )  # fmt: skip
     try:
         yield client
     finally:

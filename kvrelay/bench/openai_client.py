@@ -5,8 +5,10 @@ It uses aiohttp, whose parser is C, because the load generator shares the machin
 
 import asyncio
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import aiohttp
@@ -27,7 +29,7 @@ _MAX_ERROR_BYTES = 64 << 10
 
 
 class OpenAIClient:
-    """A client of the server at `url`, which may end in `/v1`."""
+    """A client of the server at `url`, which may end in `/v1`. `extra_body`: what requests have beside OWN_FIELDS."""
 
     def __init__(
         self,
@@ -38,12 +40,14 @@ class OpenAIClient:
         *,
         api_key: str = "",
         keep_alive: bool = True,
+        extra_body: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
         self._is_chat = endpoint == "chat"
         self._clock = clock
         self._fields: dict[str, Any] = {
+            **extra_body,
             "temperature": generation.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -1,6 +1,7 @@
 """Settings of the four `kvrelay bench` commands: what they share, then one class each, whose docstring opens its
 `--help`."""
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, Field, PlainSerializer, SecretStr, model_va
 
 from kvrelay.bench.applicable import check_applicable
 from kvrelay.bench.base import PromptFormat
+from kvrelay.bench.json_body import OWN_FIELDS
 from kvrelay.bench.slo import Slos
 from kvrelay.bench.workloads import Lengths
 from kvrelay.core.config.fields import Placeholder, flag_of
@@ -37,6 +39,19 @@ def _is_key(key: SecretStr) -> SecretStr:
     if not key.get_secret_value().isprintable():
         raise ValueError("has a character that no header may hold, such as the end of a line")
     return key
+
+
+def _is_extra_body(text: str) -> str:
+    try:
+        fields = json.loads(text)
+        json.dumps(fields, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError("must be a JSON object")
+    if own := sorted(OWN_FIELDS & fields.keys()):
+        raise ValueError(f"must not have {', '.join(own)}, which other settings decide")
+    return text
 
 
 def _for_json(rate: float) -> float | str:
@@ -96,6 +111,11 @@ class BenchSettings(ProcessSettings):
         default=True,
         description="Send many requests over one connection; --no-keep-alive for servers that close one after a few.",
     )
+    extra_body: Annotated[str, AfterValidator(_is_extra_body), Placeholder("JSON")] = Field(
+        default="{}",
+        description="Over HTTP: further fields of every request as a JSON object, such as "
+        '\'{"chat_template_kwargs": {"enable_thinking": false}}\'.',
+    )
     timeout: Timeout = Field(default=600.0, description="Seconds after which a request counts as failed.")
     seed: int = Field(
         default=0, ge=0, description="Decides prompts, lengths and arrivals: the same seed gives the same load."
@@ -146,6 +166,8 @@ class BenchSettings(ProcessSettings):
             raise ValueError("--tokenizer has no effect with --vocab-size")
         if self.is_grpc and not self.keep_alive:
             raise ValueError("--no-keep-alive has no effect over gRPC, which has a single connection")
+        if self.is_grpc and "extra_body" in self.model_fields_set:
+            raise ValueError("--extra-body has no effect over gRPC, whose requests are no JSON")
         return self
 
 

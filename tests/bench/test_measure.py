@@ -60,6 +60,14 @@ async def test_sampling_is_asked_for_and_what_is_not_set_is_left_to_the_server(u
     assert asked == [(0.5, 9, 0.5), (0.5, 0, 1.0)]
 
 
+async def test_further_fields_are_in_every_request(relay: ScriptedRelay) -> None:
+    extra = '{"min_p": 0.25, "logit_bias": {"7": -1.5}}'
+    async with gateway(relay) as url:
+        await measure(LatencyBenchSettings(url=url, requests=1, extra_body=extra, **SMALL))
+    asked = [(one.sampling.min_p, dict(one.sampling.logit_bias)) for one in relay.requests]
+    assert asked == [(0.25, {7: -1.5})] * 2, "in the warm-up as well"
+
+
 async def test_the_warm_up_is_sent_but_not_counted(url: str, relay: ScriptedRelay) -> None:
     settings = LatencyBenchSettings(url=url, requests=2, warmup=3, **SMALL)
     _, [result] = await measure(settings)
