@@ -200,7 +200,7 @@ class LLM:
             try:
                 if id(one) not in checked:
                     checked[id(one)] = checked_sampling(one, **limits)
-                sampling = sampling_of_prompt(checked[id(one)])
+                sampling = sampling_of_prompt(checked[id(one)], max_tokens=checked[id(one)].max_tokens)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {number}: {error}", field=error.field) from None
             max_tokens, min_tokens = min(sampling.max_tokens, room), min(sampling.min_tokens, room)

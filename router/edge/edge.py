@@ -47,7 +47,7 @@ class Edge:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.metrics = metrics
-        self.validator = RequestValidator(relay, tokenizer, model_name, default_timeout=default_timeout)
+        self.validator = RequestValidator(tokenizer, model_name, default_timeout=default_timeout)
         self._clock = clock
         self._admissions = Admissions()
 
@@ -58,9 +58,9 @@ class Edge:
 
     async def admit(self, clients: Mapping[str, ClientRequest], admission: Admission) -> list[RoutedRequest]:
         """Validates all requests of a call, given by their ids, which share one `sampling`. Raises what
-        `RequestValidator.routed` raises, and OverloadedError before any work is done for them. From then on, until they
-        begin or `admission` is closed, they count as running: another one of the same id is refused, and `abort` ends
-        them."""
+        `RequestValidator.routed` raises, UnavailableError while no decode node is live, and OverloadedError before any
+        work is done for them. From then on, until they begin or `admission` is closed, they count as running: another
+        one of the same id is refused, and `abort` ends them."""
         with self.counting_errors():
             self.relay.check_capacity(len(self._admissions), len(clients))
             for request_id in filter(self._admissions.has, clients):
@@ -77,8 +77,8 @@ class Edge:
                     await asyncio.sleep(0)  # a hundred of them would keep the event loop waiting for too long
                 model = self.relay.served_model()
                 if model != checked_for:
-                    sampling, checked_for = self.validator.sampling(first), model
-                routed.append(await self.validator.routed(client, request_id, sampling))
+                    sampling, checked_for = self.validator.sampling(first, model), model
+                routed.append(await self.validator.routed(client, request_id, sampling, model))
             for request_id in clients:
                 admission.check_aborted(request_id)
             return routed

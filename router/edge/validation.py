@@ -7,7 +7,7 @@ does.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.core.errors import InvalidRequestError, UnknownModelError
@@ -16,7 +16,7 @@ from kvrelay.core.generation.token_ids import check_token_ids
 from kvrelay.core.model.limits import checked_sampling, room_for_output, sampling_of_prompt, too_long
 from kvrelay.text.chat_message import ChatMessage
 from kvrelay.text.tokenizer import Tokenizer
-from router.request import Relay, RoutedRequest, ServedModel
+from router.request import RoutedRequest, ServedModel
 
 DEFAULT_COMPLETION_TOKENS = 16
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
@@ -77,11 +77,10 @@ class ClientRequest:
 
 
 class RequestValidator:
-    """The checks of requests against the model that the live nodes serve. `default_timeout`: seconds that a request may
-    take if the client does not set a shorter time."""
+    """The checks of requests against the model that is served. `default_timeout`: seconds that a request may take if
+    the client does not set a shorter time."""
 
-    def __init__(self, relay: Relay, tokenizer: Tokenizer, model_name: str, *, default_timeout: float) -> None:
-        self._relay = relay
+    def __init__(self, tokenizer: Tokenizer, model_name: str, *, default_timeout: float) -> None:
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._default_timeout = default_timeout
@@ -92,17 +91,17 @@ class RequestValidator:
                 f"the model {name[:100]!r} does not exist here; this server serves {self._model_name!r}", field="model"
             )
 
-    def sampling(self, client: ClientRequest) -> SamplingParams:
+    def sampling(self, client: ClientRequest, model: ServedModel) -> SamplingParams:
         """Returns the checked sampling of a request, for `routed` of all that have the same one, as long as the same
         model is served: with many biases, to check it takes long. Raises what `routed` raises."""
-        model = self._relay.served_model()
         return checked_sampling(client.sampling, vocab_size=model.vocab_size, max_num_seqs=model.max_num_seqs)
 
-    async def routed(self, client: ClientRequest, request_id: str, sampling: SamplingParams) -> RoutedRequest:
+    async def routed(
+        self, client: ClientRequest, request_id: str, sampling: SamplingParams, model: ServedModel
+    ) -> RoutedRequest:
         """Returns the checked request, with its `sampling` as the method of that name has returned it. Raises
-        InvalidRequestError or UnknownModelError, and UnavailableError while no decode node is live."""
+        InvalidRequestError or UnknownModelError."""
         self.check_model(client.model)
-        model = self._relay.served_model()
         token_ids = await self.token_ids(client.prompt, model)
         if not token_ids:
             prompt = client.prompt
@@ -114,7 +113,7 @@ class RequestValidator:
         return RoutedRequest(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
-            sampling=sampling_of_prompt(replace(sampling, max_tokens=max_tokens)),
+            sampling=sampling_of_prompt(sampling, max_tokens=max_tokens),
             kv_namespace=model.kv_namespace,
             priority=client.priority,
             cache_salt=_cache_salt(client.cache_salt),

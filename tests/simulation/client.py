@@ -108,8 +108,8 @@ class Client:
         request = self.plan.request
         try:
             relay.check_capacity()
-            client, validator = _as_asked(request), _validator(relay, request.timeout)
-            admitted = await validator.routed(client, self.name, validator.sampling(client))
+            client, validator, model = _as_asked(request), _validator(request.timeout), relay.served_model()
+            admitted = await validator.routed(client, self.name, validator.sampling(client, model), model)
         except OverloadedError as error:
             if len(relay._running) < relay._limits.max_concurrent_requests:
                 self.report(f"{self.name}: refused with {error!r}")
@@ -276,9 +276,9 @@ class Client:
             self.report(f"{self.name}: output {index} is {found} {self._finished.get(index)}, not {expected}")
 
 
-def _validator(relay: ClusterRelay, timeout: float) -> RequestValidator:
+def _validator(timeout: float) -> RequestValidator:
     no_text = cast("Tokenizer", None)  # prompts are tokens
-    return RequestValidator(relay, no_text, "simulated", default_timeout=timeout)
+    return RequestValidator(no_text, "simulated", default_timeout=timeout)
 
 
 def _as_asked(request: RoutedRequest) -> ClientRequest:

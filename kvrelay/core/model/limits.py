@@ -18,14 +18,16 @@ def checked_sampling(sampling: SamplingParams, *, vocab_size: int, max_num_seqs:
         raise InvalidRequestError(
             f"n is {sampling.n}, but at most {max_num_seqs} sequences run at a time (max_num_seqs)", field="n"
         )
-    return replace(sampling, top_k=min(sampling.top_k, vocab_size))
+    return sampling if sampling.top_k <= vocab_size else replace(sampling, top_k=vocab_size)
 
 
-def sampling_of_prompt(checked: SamplingParams) -> SamplingParams:
-    """Returns parameters that `checked_sampling` has returned, maybe with other lengths since, for one prompt: with a
-    seed. Raises InvalidRequestError if the lengths are wrong."""
-    checked.validate_lengths()
-    return checked if checked.seed is not None else replace(checked, seed=secrets.randbits(63))
+def sampling_of_prompt(checked: SamplingParams, *, max_tokens: int) -> SamplingParams:
+    """Returns parameters that `checked_sampling` has returned for one prompt: with its `max_tokens`, and a seed. Raises
+    InvalidRequestError if the lengths are wrong."""
+    seed = secrets.randbits(63) if checked.seed is None else checked.seed
+    sampling = replace(checked, max_tokens=max_tokens, seed=seed)
+    sampling.validate_lengths()
+    return sampling
 
 
 def too_long(max_model_len: int, reason: str, *, field: str) -> ContextLengthError:

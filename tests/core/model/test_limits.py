@@ -1,7 +1,6 @@
 """What a model allows of a request, up to its ends, and what an error says."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +12,12 @@ from kvrelay.core.model.limits import checked_sampling, room_for_output, samplin
 
 def test_checked_parameters_have_a_top_k_within_the_vocabulary_and_each_prompt_its_own_seed() -> None:
     checked = checked_sampling(SamplingParams(top_k=500), vocab_size=100, max_num_seqs=8)
-    first, second = (sampling_of_prompt(checked) for _ in range(2))
-    assert first.top_k == 100 and first.seed is not None and first.seed != second.seed
+    first, second = (sampling_of_prompt(checked, max_tokens=3) for _ in range(2))
+    assert (first.top_k, first.max_tokens) == (100, 3)
+    assert first.seed is not None and first.seed != second.seed
     given = SamplingParams(n=8, top_k=5, seed=7)
-    assert sampling_of_prompt(checked_sampling(given, vocab_size=100, max_num_seqs=8)) == given
+    checked = checked_sampling(given, vocab_size=100, max_num_seqs=8)
+    assert sampling_of_prompt(checked, max_tokens=given.max_tokens) == given
 
 
 @pytest.mark.parametrize(
@@ -30,13 +31,13 @@ def test_checked_parameters_have_a_top_k_within_the_vocabulary_and_each_prompt_i
 def test_lengths_are_those_of_a_prompt(sampling: SamplingParams, field: str) -> None:
     checked = checked_sampling(sampling, vocab_size=5, max_num_seqs=8)
     with pytest.raises(InvalidRequestError) as refused:
-        sampling_of_prompt(checked)
+        sampling_of_prompt(checked, max_tokens=sampling.max_tokens)
     assert refused.value.field == field
 
 
 def test_biases_that_were_checked_are_not_copied_for_each_prompt() -> None:
     checked = checked_sampling(SamplingParams(logit_bias={3: 1.0}), vocab_size=5, max_num_seqs=8)
-    assert sampling_of_prompt(replace(checked, max_tokens=3)).logit_bias is checked.logit_bias
+    assert sampling_of_prompt(checked, max_tokens=3).logit_bias is checked.logit_bias
 
 
 def test_a_prompt_leaves_room_for_one_token_at_least() -> None:

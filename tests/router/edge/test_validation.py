@@ -33,8 +33,8 @@ CHAT = ChatPrompt([{"role": "user", "content": "hello"}])
 
 
 async def routed(relay: ScriptedRelay, client: ClientRequest) -> RoutedRequest:
-    validator = RequestValidator(relay, relay.tokenizer, MODEL, default_timeout=60.0)
-    return await validator.routed(client, "id-1", validator.sampling(client))
+    validator, model = RequestValidator(relay.tokenizer, MODEL, default_timeout=60.0), relay.served_model()
+    return await validator.routed(client, "id-1", validator.sampling(client, model), model)
 
 
 async def refused(relay: ScriptedRelay, client: ClientRequest) -> InvalidRequestError:
