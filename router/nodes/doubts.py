@@ -11,7 +11,7 @@ from typing import cast
 import grpc
 
 from kvrelay.core.node_report import RefusedBlock
-from kvrelay.core.tasks import end_tasks
+from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
 from router.nodes.node import NodeHandle
 
@@ -30,7 +30,7 @@ class Doubts:
         holder = refused.holder
         for node in nodes:
             if node.is_watched and (node.source.node_id, node.source.epoch) == (holder.node_id, holder.epoch):
-                task = asyncio.get_running_loop().create_task(self._tell(node, refused))
+                task = begin_task(self._tell(node, refused), name=f"doubt of a block of {node.address}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 

@@ -158,16 +158,18 @@ class PrefillClient:
         call = self._stub.Prefill(message, timeout=timeout + _DEADLINE_MARGIN_SECONDS)
         session = PrefillSession(self, call)
         self._streams[session] = sink
-        self._spawn(self._stream(session, call, wire_id, sink), name=f"prefill {wire_id}")
+        self._spawn(
+            self._stream(session, call, wire_id, sink),
+            name=f"prefill {wire_id}",
+            on_failure=lambda unforeseen: _end_stream(session, sink, KVRelayError("internal error")),
+        )
         return session
 
     def lose(self, error: KVRelayError) -> None:
         """Ends all streams with `error` at once, because the node is lost although they have not broken."""
         streams, self._streams = self._streams, {}
         for session, sink in streams.items():
-            if not session.has_ended:
-                session.end()
-                sink(PrefillEnded(error))
+            _end_stream(session, sink, error)
 
     def hold(self, lease_id: str) -> None:
         """Renews a lease from now on, until `release`."""
@@ -208,9 +210,7 @@ class PrefillClient:
             error = DeadlineError(f"prefill node {self._address} did not publish all blocks in time")
         finally:
             self._streams.pop(session, None)
-        if not session.has_ended:
-            session.end()  # which lets go of the call, and so of the prompt
-            sink(PrefillEnded(error))
+        _end_stream(session, sink, error)
 
     async def _events(
         self, session: PrefillSession, call: _Call
@@ -268,11 +268,22 @@ class PrefillClient:
                 _logger.warning("lease %s at %s is gone before its release", lease_id, self._address)
                 self._held.discard(lease_id)
 
-    def _spawn(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+    def _spawn(
+        self,
+        work: Coroutine[None, None, None],
+        *,
+        name: str,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        task = begin_task(work, name=name, on_failure=on_failure)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
+
+
+def _end_stream(session: PrefillSession, sink: Sink, error: KVRelayError | None) -> None:
+    if not session.has_ended:
+        session.end()  # which lets go of the call, and so of the prompt
+        sink(PrefillEnded(error))
 
 
 def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:

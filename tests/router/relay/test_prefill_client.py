@@ -16,7 +16,7 @@ from kvrelay.core.rpc.calls import Context
 from kvrelay.v1 import prefill_node_pb2, prefill_node_pb2_grpc
 from router.relay.prefill_client import PrefillAccepted, PrefillClient, PrefillEnded, PrefillEvent, PrefillSession
 from router.request import NodeRequest
-from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon, token
 from tests.simulation.network import Fate, Message, Network
 from tests.simulation.rpc import Channel, Server
 from tests.simulation.virtual_loop import Process, VirtualLoop, run_virtual
@@ -141,6 +141,27 @@ async def test_a_stream_that_has_ended_lets_go_of_its_prompt_though_its_session_
         gc.collect()
         assert prompt() is None and session.has_lease
         session.close()
+
+
+async def test_a_stream_that_fails_unforeseen_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What waits for it would otherwise wait until the request's time is over."""
+
+    def fail(message: object) -> None:
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr("router.relay.prefill_client._finished_from_wire", fail)
+    async with prefilling() as (node, _, session, events):
+        call = await soon(node.calls)
+        call.accept()
+        call.finish(token(7))
+        assert await soon(events) == PrefillAccepted()
+        ended = await soon(events)
+        assert isinstance(ended, PrefillEnded) and str(ended.error) == "internal error"
+        assert session.has_ended and "a fault of ours" in caplog.text
+        session.close()
+        assert await soon(node.released) == ("lease",)
 
 
 class GarblingPrefill(ScriptedPrefill):
