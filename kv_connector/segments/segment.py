@@ -287,16 +287,19 @@ def _reserve(fd: int, path: Path, preamble: Preamble) -> None:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise ConfigurationError(
-                    f"cannot reserve {needed / 2**30:.2f} GiB in {path.parent}: {error.strerror}"
+                    f"cannot reserve {_size(needed)} in {path.parent}: {error.strerror}"
                 ) from error
     if preamble.on_device:
-        need = f"headers of {preamble.num_blocks} KV blocks in device memory need {needed / 2**20:.1f} MiB"
-        has = f"{free / 2**20:.1f} MiB"
+        need = f"headers of {preamble.num_blocks} KV blocks in device memory need"
     else:
-        need = f"the KV pool of {preamble.num_blocks} blocks needs {needed / 2**30:.2f} GiB"
-        has = f"{free / 2**30:.2f} GiB"
+        need = f"the KV pool of {preamble.num_blocks} blocks needs"
+    others = ", of which another node has just taken some" if needed <= free else ""
     raise ConfigurationError(
-        f"{need} of shared memory, but {path.parent} has {has} free: "
+        f"{need} {_size(needed)} of shared memory, but {path.parent} has {_size(free)} free{others}: "
         "use fewer blocks (--num-blocks), give the file system more space (docker: --shm-size), "
         "or set another directory (--shared-memory-dir)"
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -217,6 +217,15 @@ class Node:
         self.engine_thread.post(lambda engine: engine.unpin(block_ids))
 
     def _on_result(self, result: StepResult) -> None:
+        if self.crashed.is_set():
+            return  # tokens of the result before this one may be lost
+        try:
+            self._take(result)
+        except Exception as error:
+            _logger.exception("the result of a step could not be handled")
+            self.crash(error)
+
+    def _take(self, result: StepResult) -> None:
         self._handler(result)  # first, because clients wait for its tokens; publishing takes time on this thread
         for failure in result.failures:
             _logger.error("request %s failed: %s", failure.request_id, failure.message)

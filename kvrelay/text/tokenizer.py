@@ -40,7 +40,7 @@ _TEMPLATE_ERRORS = (
     AttributeError,
     LookupError,
     MemoryError,
-    RecursionError,
+    RuntimeError,
     TypeError,
     ValueError,
 )

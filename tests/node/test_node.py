@@ -25,6 +25,30 @@ class NotingConnector(InProcessConnector):
         await super().publish(blocks)
 
 
+async def test_a_result_that_cannot_be_handled_ends_the_node_before_the_next_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Tokens of the first are lost: those of the next would follow a gap, and what the first has pinned stays so."""
+    node = make_node()
+    handled: list[StepResult] = []
+
+    def on_result(result: StepResult) -> None:
+        if result.outputs:
+            handled.append(result)
+            raise MemoryError
+
+    node.start(on_result)
+    request = EngineRequest("a", tuple(range(BLOCK_SIZE)), SamplingParams(max_tokens=9, temperature=0.0, seed=0))
+    node.engine_thread.post(lambda engine: engine.add(request))
+    async with asyncio.timeout(10.0):
+        await node.crashed.wait()
+        while (await node.engine_thread.call(lambda engine: engine.load())).num_requests_running:
+            pass
+    assert len(handled) == 1
+    assert "the result of a step could not be handled" in caplog.text and "MemoryError" in caplog.text
+    await node.close()
+
+
 async def test_tokens_are_sent_before_watchers_and_the_publisher_run() -> None:
     order: list[str] = []
     node = make_node(connector=NotingConnector(order))

@@ -149,6 +149,7 @@ def test_a_variable_of_a_template_has_no_other_meaning(tokenizer: Tokenizer, nam
         ("{{ x + 1 }}", "1"),
         ("{{ x.a.b }}", {}),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", None),
+        ("{{ cycler(*x) }}", []),
     ],
 )
 def test_a_template_that_fails_has_refused_what_it_was_given(tmp_path: Path, template: str, value: object) -> None:

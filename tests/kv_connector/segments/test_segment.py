@@ -1,6 +1,8 @@
 """Segments that come and go while another node sweeps: each is told apart from the file that had its name before."""
 
+import errno
 import fcntl
+import os
 import tempfile
 from pathlib import Path
 
@@ -80,9 +82,20 @@ def test_a_peer_refuses_a_segment_that_describes_itself_wrongly(
 
 
 def test_without_space_for_the_headers_of_a_pool_on_a_device_the_start_says_what_needs_it(tmp_path: Path) -> None:
-    what = r"headers of 1099511627776 KV blocks .* need 134217728\.\d MiB .* has [\d.]+ MiB free.*--shm-size"
+    what = r"headers of 1099511627776 KV blocks .* need 131072\.\d+ GiB .* has [\d.]+ .iB free: .*--shm-size"
     with pytest.raises(ConfigurationError, match=what):
         OwnedSegment(tmp_path, "owner", 1, LAYOUT, 1 << 40, device_handle=b"")
+
+
+def test_a_start_that_loses_its_space_to_another_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    what = r"4 blocks needs [\d.]+ MiB of shared memory, .* free, of which another node has just taken some: use fewer"
+    with pytest.raises(ConfigurationError, match=what):
+        OwnedSegment(tmp_path, "owner", 1, LAYOUT, 4)
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_shared_memory_and_a_temporary_directory_the_start_says_what_to_set(
