@@ -177,7 +177,7 @@ def _relay(settings: RouterSettings, registry: Registry, collectors: CollectorRe
     policy = make_policy(settings.policy, local_prefill_max_tokens=settings.local_prefill_max_tokens)
     limits = RelayLimits(
         max_concurrent_requests=settings.max_concurrent_requests,
-        max_attempts=settings.max_attempts,
+        max_node_losses=settings.max_node_losses,
         node_wait=settings.node_wait,
         lease_ttl=settings.lease_ttl,
         node_timeout=settings.node_timeout,

@@ -62,7 +62,7 @@ class RouterOptions(ProcessSettings):
         ge=1,
         description="Requests that run or wait at a time; more are refused.",
     )
-    max_attempts: int = Field(
+    max_node_losses: int = Field(
         default=3,
         ge=0,
         description="How many prefill or decode nodes may end at the same point of an output. Each time it is placed "
@@ -72,7 +72,7 @@ class RouterOptions(ProcessSettings):
         default=120.0,
         ge=0,
         description="Seconds that a request which has lost its decode node waits for one while none lives, or to know "
-        "whether more than max_attempts have ended; a new request is refused at once.",
+        "whether more than max_node_losses have ended; a new request is refused at once.",
     )
     max_body_bytes: int = Field(
         default=2 * 1024 * 1024,

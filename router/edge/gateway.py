@@ -224,7 +224,7 @@ class _Gateway:
         with ExitStack() as stack:
             admission = stack.enter_context(self._edge.admission())
             with self._bodies.share() as share:
-                work = self._admitted(request, await self._body(request, form, share), call_of, admission)
+                work = self._prepared(request, await self._body(request, form, share), call_of, admission)
                 generation, streaming = await until_disconnect(request.receive, work)
             if streaming is None:
                 whole = await until_disconnect(request.receive, generation.whole())
@@ -236,18 +236,19 @@ class _Gateway:
             stack.pop_all()  # the answer ends it
             return answer
 
-    async def _admitted(
+    async def _prepared(
         self,
         request: Request,
         body: GenerationBodyT,
         call_of: Callable[[GenerationBodyT], _Call],
         admission: Admission,
     ) -> tuple[HttpGeneration, _Streaming | None]:
-        """Admits all prompts of a call, before any of them runs."""
-        # In a turn of the event loop of its own: for tens of thousands of biases, to parse the body, to make its call
-        # and to check that takes long each.
+        """Returns the generation of a call, all of whose prompts are admitted before any of them runs, and how its
+        answer is streamed."""
         call = call_of(body)
         del body
+        # For tens of thousands of biases, to parse the body, to make its call and to check that takes long each. The
+        # event loop turns in between: here, and because this is a task of its own.
         await asyncio.sleep(0)
         response_id = f"{call.id_prefix}-{request.scope[_REQUEST_ID]}"
         num_clients = len(call.clients)

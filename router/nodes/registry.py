@@ -27,6 +27,7 @@ from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.kv.block_hash import BlockHash
+from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
 from kvrelay.core.rpc.connections import RECONNECT_SECONDS, channel_options, understood
@@ -127,6 +128,19 @@ class Registry:
     def is_ejected(self, node: NodeHandle) -> bool:
         """Tells whether the node gets no requests although it is live."""
         return node.state is NodeState.LIVE and node.outlier.is_ejected and node not in self.live(node.role)
+
+    def is_live(self, node: KVSource) -> bool:
+        """Tells whether a node can be used now, and not another process at its address."""
+        return any(known.state is NodeState.LIVE and known.source == node for known in self.nodes)
+
+    def has_ended(self, node: KVSource) -> bool:
+        """Tells whether a node is known to have ended, because another process is at its address."""
+        known = (handle.description for handle in self.nodes)
+        return all(description is None or description.source != node for description in known)
+
+    def has_drained(self, node: KVSource) -> bool:
+        """Tells whether a node is known to have drained, so that no request has ended it."""
+        return any(known.drained == node for known in self.nodes)
 
     def can_serve(self) -> bool:
         return bool(self.live(NodeRole.DECODE))

@@ -16,7 +16,7 @@ from kvrelay.core.kv.block_hash import block_hashes
 from kvrelay.core.kv.source import HeldBlocks, KVSource
 from kvrelay.core.node_report import NodeDescription, NodeRole
 from router.nodes.coming_prompts import Beginnings, beginnings
-from router.nodes.node import NodeHandle, NodeState
+from router.nodes.node import NodeHandle
 from router.nodes.registry import Registry
 from router.policy import (
     Candidates,
@@ -125,31 +125,15 @@ class Placer:
         usable[refill.prefill].outlier.placed()
         return _resolved(self._prefill_clients, refill.prefill, refill.sources, usable, prompt)
 
-    def is_live(self, node: KVSource) -> bool:
-        """Tells whether a node can be used now, and not another process at its address."""
-        return any(known.state is NodeState.LIVE and known.source == node for known in self._registry.nodes)
-
-    def has_ended(self, node: KVSource) -> bool:
-        """Tells whether a node is known to have ended, because another process is at its address."""
-        known = (handle.description for handle in self._registry.nodes)
-        return all(description is None or description.source != node for description in known)
-
-    def has_drained(self, node: KVSource) -> bool:
-        """Tells whether a node is known to have drained, so that no request has ended it."""
-        return any(known.drained == node for known in self._registry.nodes)
-
     def _usable(self, node_request: NodeRequest, lost: Set[KVSource]) -> dict[str, NodeHandle]:
         """Returns the live nodes that are not among the lost ones and can serve the request to its end, by id, prefill
         nodes first. What nodes were like when it was admitted says nothing of those that have come since."""
-        usable: dict[str, NodeHandle] = {}
-        for role in NodeRole:
-            # A decode node that is ejected comes before a lost one. Such a prefill node does not: without any, the
-            # prompt is computed where it is decoded.
-            skipped = lost if role is NodeRole.DECODE else frozenset[KVSource]()
-            for node in self._registry.live(role, partial(_suits, node_request, skipped)):
-                if node.source not in lost:
-                    usable[node.source.node_id] = node
-        return usable
+        suits = partial(_suits, node_request)
+        prefill = [node for node in self._registry.live(NodeRole.PREFILL, suits) if node.source not in lost]
+        # A decode node that is ejected comes before a lost one. Such a prefill node does not: without any, the prompt
+        # is computed where it is decoded.
+        decode = self._registry.live(NodeRole.DECODE, lambda node: node.source not in lost and suits(node))
+        return {node.source.node_id: node for node in (*prefill, *decode)}
 
     def _prompt(self, node_request: NodeRequest, number: int) -> _Prompt:
         namespace, token_ids = node_request.kv_namespace, node_request.token_ids
@@ -179,12 +163,11 @@ def _resolved(
     )
 
 
-def _suits(node_request: NodeRequest, lost: Set[KVSource], node: NodeDescription) -> bool:
-    """Tells whether a node is none of the `lost` ones, and has the model with which the request began, and room for all
-    its outputs and for the longest that one may become."""
+def _suits(node_request: NodeRequest, node: NodeDescription) -> bool:
+    """Tells whether a node has the model with which the request began, and room for all its outputs and for the longest
+    that one may become."""
     return (
-        node.source not in lost
-        and node.kv_namespace == node_request.kv_namespace
+        node.kv_namespace == node_request.kv_namespace
         and node.max_model_len >= node_request.max_num_tokens
         and node.max_num_seqs >= node_request.sampling.n
     )

@@ -123,6 +123,7 @@ class ClusterRelay:
         return RequestSupervisor(
             request,
             f"{request.request_id}.{self._tag}.{next(self._wire_numbers)}",
+            self._registry,
             self._placer,
             Tally(request, self._clock, self._metrics),
             self._inboxes,

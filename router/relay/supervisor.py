@@ -10,11 +10,11 @@ request here:
    broken stream does not always mean that the node has ended.
 5. If no decode node is live at all, the request waits for the next one, at most `node_wait` seconds from the loss, and
    then ends with UnavailableError.
-6. An output that has lost more than `max_attempts` nodes in the same way (`Loss`) without getting past the point where
-   it lost them may be what ends the nodes. While it is not known whether so many have ended, it is not placed again; a
-   node that is live again has not, and one that has drained, or has not taken it (`NotTakenError`), does not count.
-   When so many have, or that wait takes more than `node_wait`, the request ends with GivenUpError; when the router
-   stops before it knows, with UnavailableError.
+6. An output that has lost more than `max_node_losses` nodes in the same way (`Loss`) without getting past the point
+   where it lost them may be what ends the nodes. While it is not known whether so many have ended, it is not placed
+   again; a node that is live again has not, and one that has drained, or has not taken it (`NotTakenError`), does not
+   count. When so many have, or that wait takes more than `node_wait`, the request ends with GivenUpError; when the
+   router stops before it knows, with UnavailableError.
 7. When every output has a finish reason or the client needs no more of it, the trace follows.
 
 A token is a function of its logits, the seed, the output index and all tokens before it, never of the node that samples
@@ -42,14 +42,15 @@ from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.turns import ITEMS_AT_A_TIME, OneAtATime
 from router.nodes.node import NodeHandle
+from router.nodes.registry import Registry
 from router.relay.attempt import Attempt, AttemptEvent, ClientEvent
 from router.relay.inbox import Inboxes
 from router.relay.limits import RelayLimits
 from router.relay.loss import NodeLostError
+from router.relay.output_group import OutputGroup
 from router.relay.placer import Placer
 from router.relay.prefill_client import PrefillFinished
 from router.relay.resolved_placement import PrefillPlacement, ResolvedPlacement
-from router.relay.share import Share
 from router.relay.tally import Tally
 from router.request import NodeRequest, RequestEvent, RoutedRequest
 
@@ -69,6 +70,7 @@ class RequestSupervisor:
         self,
         request: RoutedRequest,
         wire_id: str,
+        registry: Registry,
         placer: Placer,
         tally: Tally,
         inboxes: "Inboxes[Reaction]",
@@ -80,6 +82,7 @@ class RequestSupervisor:
     ) -> None:
         self._request = request
         self._wire_id = wire_id
+        self._registry = registry
         self._placer = placer
         self._tally = tally
         self._limits = limits
@@ -91,11 +94,11 @@ class RequestSupervisor:
         self._replays = replays
         self._tokens: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._unfinished = set(self._tokens)
-        self._shares: list[Share] = []
-        self._homeless: deque[Share] = deque()  # those to be placed again, before anything else is handled
+        self._groups: list[OutputGroup] = []
+        self._to_place: deque[OutputGroup] = deque()  # those to be placed again, before anything else is handled
         self._has_prompt_logprobs = False
         self._lost: set[KVSource] = set()
-        self._num_attempts = 0  # of all shares together
+        self._num_attempts = 0  # of all groups together
         self._prefill_node: str | None = None  # the one that sampled the first token of any output
         self._decode_node = ""  # the one of the attempt that gave the latest token of any output
         self._deadline: asyncio.TimerHandle | None = None
@@ -112,13 +115,13 @@ class RequestSupervisor:
                 num_taken = 0 if self._inbox.empty() else num_taken + 1
                 for event in (await self._inbox.get())():
                     yield event
-                while self._homeless:
+                while self._to_place:
                     await self._replays.turn()
-                    if self._homeless:  # an abort meanwhile leaves none
-                        self._migrate(self._homeless.popleft())
+                    if self._to_place:  # an abort meanwhile leaves none
+                        self._migrate(self._to_place.popleft())
             yield self._tally.trace(prefill_node=self._prefill_node, decode_node=self._decode_node)
         except (asyncio.CancelledError, GeneratorExit):
-            if self._shares and self._request.is_over_after(self._clock.now() - self._began_at):
+            if self._groups and self._request.is_over_after(self._clock.now() - self._began_at):
                 self._log_deadline()  # the client's own, which is a little earlier than ours
             raise
         except KVRelayError as error:
@@ -150,17 +153,17 @@ class RequestSupervisor:
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def _on_event(self, share: Share, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
+    def _on_event(self, group: OutputGroup, attempt: Attempt, event: AttemptEvent) -> Sequence[RequestEvent]:
         if attempt.closed:
             return ()  # it was in the inbox already when the attempt was closed
         try:
             events = attempt.take(event)
         except NodeLostError as lost:
-            self._on_lost(share, attempt, lost)
+            self._on_lost(group, attempt, lost)
             return ()
         for output in events:
             self._remember(attempt, output)
-            share.forgive_losses(are_first=isinstance(event, PrefillFinished))
+            group.forgive_losses(are_first=isinstance(event, PrefillFinished))
         if not attempt.unfinished:
             attempt.close()
         return events
@@ -178,52 +181,52 @@ class RequestSupervisor:
 
     def _on_satisfied(self, index: int) -> Sequence[RequestEvent]:
         self._unfinished.discard(index)
-        for share in self._shares:
-            if share.attempt is not None and index in share.choices:
-                share.attempt.finish(index)
-                if not share.attempt.unfinished:
-                    share.attempt.close()
-            if not self._unfinished.intersection(share.choices):
-                share.stop_waiting()
+        for group in self._groups:
+            if group.attempt is not None and index in group.choices:
+                group.attempt.finish(index)
+                if not group.attempt.unfinished:
+                    group.attempt.close()
+            if not self._unfinished.intersection(group.choices):
+                group.stop_waiting()
         return ()
 
     def _on_search(self) -> Sequence[RequestEvent]:
         """Places again all outputs that wait for a node."""
-        for share in self._shares:
-            self._on_retry(share)
+        for group in self._groups:
+            self._on_retry(group)
         return ()
 
-    def _on_retry(self, share: Share) -> Sequence[RequestEvent]:
-        """Places a share again if it waits for a node."""
-        if share.wait is not None:
-            share.stop_waiting()
-            self._homeless.append(share)
+    def _on_retry(self, group: OutputGroup) -> Sequence[RequestEvent]:
+        """Places a group again if it waits for a node."""
+        if group.wait is not None:
+            group.stop_waiting()
+            self._to_place.append(group)
         return ()
 
-    def _on_waited(self, share: Share) -> Sequence[RequestEvent]:
-        """Ends the request if the share still has no node at the end of its wait."""
-        if share.wait is None:
+    def _on_waited(self, group: OutputGroup) -> Sequence[RequestEvent]:
+        """Ends the request if the group still has no node at the end of its wait."""
+        if group.wait is None:
             return ()
-        waited = self._clock.now() - share.lost_at
-        error = UnavailableError(f"no decode node came that could go on within {waited:.1f} s: {share.lost}")
+        waited = self._clock.now() - group.lost_at
+        error = UnavailableError(f"no decode node came that could go on within {waited:.1f} s: {group.lost}")
         _logger.warning("request %s: %s", self._wire_id, error)
-        raise error from share.lost
+        raise error from group.lost
 
     # -- placing and placing again -------------------------------------------------------------------------------------
 
-    def _on_lost(self, share: Share, attempt: Attempt, lost: NodeLostError) -> None:
+    def _on_lost(self, group: OutputGroup, attempt: Attempt, lost: NodeLostError) -> None:
         _logger.warning("request %s: lost %s: %s", self._wire_id, lost.source.node_id, lost)
         lost.__traceback__ = None  # its frames refer to the attempt, and so to a prompt, for as long as it is kept
         attempt.close()
         self._lost.add(lost.source)
         if lost.was_taken:
-            share.losses.add((lost.loss, lost.source))
-        self._shares.remove(share)
+            group.losses.add((lost.loss, lost.source))
+        self._groups.remove(group)
         for choices in self._split(sorted(attempt.unfinished)):
-            doubts_kv = share.doubts_kv or lost.doubts_kv
-            again = Share(choices, copy(share.backoff), set(share.losses), lost, self._clock.now(), doubts_kv)
-            self._shares.append(again)
-            self._homeless.append(again)
+            doubts_kv = group.doubts_kv or lost.doubts_kv
+            again = OutputGroup(choices, copy(group.backoff), set(group.losses), lost, self._clock.now(), doubts_kv)
+            self._groups.append(again)
+            self._to_place.append(again)
 
     def _split(self, choices: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns which outputs are placed together: all of them while none has a token, otherwise each alone."""
@@ -231,66 +234,66 @@ class RequestSupervisor:
             return [tuple(choices)]
         return [(choice,) for choice in choices]
 
-    def _migrate(self, share: Share) -> None:
-        """Places a share again, or lets it wait for a node. Only a share that has waited takes a node that the request
+    def _migrate(self, group: OutputGroup) -> None:
+        """Places a group again, or lets it wait for a node. Only a group that has waited takes a node that the request
         has lost before, and can be sure that the router has heard if its last one has ended or drained."""
-        assert share.lost is not None
-        share.forget_drained(self._placer.has_drained)
-        away = self._away(share, share.lost)
-        if len(away) > self._limits.max_attempts:
-            self._wait_to_know(share, share.lost, away)
+        assert group.lost is not None
+        group.forget_drained(self._registry.has_drained)
+        away = self._away(group, group.lost)
+        if len(away) > self._limits.max_node_losses:
+            self._wait_to_know(group, group.lost, away)
             return
-        node_request = self._node_request(share.choices, is_replay=True)
+        node_request = self._node_request(group.choices, is_replay=True)
         try:
-            placement = self._placer.place(node_request, lost=self._lost, last_resort=share.has_waited)
+            placement = self._placer.place(node_request, lost=self._lost, last_resort=group.has_waited)
         except UnavailableError as error:
             _logger.warning("request %s: no node to go on with: %s", self._wire_id, error)
-            if share.has_waited:
-                self._wait_for_node(share)
+            if group.has_waited:
+                self._wait_for_node(group)
             else:
-                self._search_later(share)
+                self._search_later(group)
             return
-        if share.doubts_kv:
+        if group.doubts_kv:
             placement = placement.without_sources()
         node_id = placement.decode.source.node_id
-        _logger.info("request %s: outputs %s go on at %s", self._wire_id, share.choices, node_id)
-        self._tally.migrated(node_request, share.lost.loss.cause)
-        self._start(share, node_request, placement)
+        _logger.info("request %s: outputs %s go on at %s", self._wire_id, group.choices, node_id)
+        self._tally.migrated(node_request, group.lost.loss.cause)
+        self._start(group, node_request, placement)
 
-    def _away(self, share: Share, lost: NodeLostError) -> list[KVSource]:
-        """Returns the nodes that the share has lost in the same way as its last one (`lost`) and that may have ended.
-        Unless the share has waited, the last one may have, because the router may not have heard of it yet."""
-        nodes = [node for loss, node in share.losses if loss is lost.loss]
-        last = None if share.has_waited else lost.source
-        return [node for node in nodes if node == last or not self._placer.is_live(node)]
+    def _away(self, group: OutputGroup, lost: NodeLostError) -> list[KVSource]:
+        """Returns the nodes that the group has lost in the same way as its last one (`lost`) and that may have ended.
+        Unless the group has waited, the last one may have, because the router may not have heard of it yet."""
+        nodes = [node for loss, node in group.losses if loss is lost.loss]
+        last = None if group.has_waited else lost.source
+        return [node for node in nodes if node == last or not self._registry.is_live(node)]
 
-    def _wait_to_know(self, share: Share, lost: NodeLostError, away: Sequence[KVSource]) -> None:
-        """Lets the share wait until it is known which of the nodes that are `away`, more than `max_attempts`, have
-        ended. Raises GivenUpError if it is known that too many have, or if the share has waited for too long, and
+    def _wait_to_know(self, group: OutputGroup, lost: NodeLostError, away: Sequence[KVSource]) -> None:
+        """Lets the group wait until it is known which of the nodes that are `away`, more than `max_node_losses`, have
+        ended. Raises GivenUpError if it is known that too many have, or if the group has waited for too long, and
         UnavailableError if the router stops before it knows."""
-        have_ended = sum(map(self._placer.has_ended, away)) > self._limits.max_attempts
+        have_ended = sum(map(self._registry.has_ended, away)) > self._limits.max_node_losses
         if self._router_stops and not have_ended:
             raise UnavailableError("the router is stopping") from lost
-        if have_ended or self._wait_left(share) <= 0.0:
+        if have_ended or self._wait_left(group) <= 0.0:
             raise GivenUpError(f"given up after {len(away)} losses of a {lost.loss.value}: {lost}") from lost
-        if not share.has_waited:
+        if not group.has_waited:
             _logger.warning("request %s: waits to know which of %d lost nodes have ended", self._wire_id, len(away))
-        self._search_later(share)
+        self._search_later(group)
 
-    def _search_later(self, share: Share) -> None:
-        """Lets the share look for a node after a wait that grows, or as soon as a decode node becomes live."""
-        self._wait(share, share.backoff.next(), partial(self._on_retry, share))
+    def _search_later(self, group: OutputGroup) -> None:
+        """Lets the group look for a node after a wait that grows, or as soon as a decode node becomes live."""
+        self._wait(group, group.backoff.next(), partial(self._on_retry, group))
 
-    def _wait_for_node(self, share: Share) -> None:
-        """Lets the share wait until a decode node becomes live, and ends the request if none does in time."""
-        self._wait(share, max(0.0, self._wait_left(share)), partial(self._on_waited, share))
+    def _wait_for_node(self, group: OutputGroup) -> None:
+        """Lets the group wait until a decode node becomes live, and ends the request if none does in time."""
+        self._wait(group, max(0.0, self._wait_left(group)), partial(self._on_waited, group))
 
-    def _wait(self, share: Share, seconds: float, react: Reaction) -> None:
-        share.wait = asyncio.get_running_loop().call_later(seconds, self._inbox.put_nowait, react)
+    def _wait(self, group: OutputGroup, seconds: float, react: Reaction) -> None:
+        group.wait = asyncio.get_running_loop().call_later(seconds, self._inbox.put_nowait, react)
 
-    def _wait_left(self, share: Share) -> float:
-        """Returns for how many seconds the share may still wait for a decode node; 0 or less when it may not."""
-        return 0.0 if self._router_stops else share.lost_at + self._limits.node_wait - self._clock.now()
+    def _wait_left(self, group: OutputGroup) -> float:
+        """Returns for how many seconds the group may still wait for a decode node; 0 or less when it may not."""
+        return 0.0 if self._router_stops else group.lost_at + self._limits.node_wait - self._clock.now()
 
     def _node_request(self, choices: tuple[int, ...], *, is_replay: bool) -> NodeRequest:
         tokens = self._tokens[choices[0]]
@@ -309,18 +312,18 @@ class RequestSupervisor:
             is_replay=is_replay,
         )
 
-    def _start(self, share: Share, node_request: NodeRequest, placement: ResolvedPlacement) -> None:
+    def _start(self, group: OutputGroup, node_request: NodeRequest, placement: ResolvedPlacement) -> None:
         suffix = f".{self._num_attempts}" if self._num_attempts else ""
         self._num_attempts += 1
         wire_id = f"{self._wire_id}{suffix}"
-        attempt = share.attempt = Attempt(
+        attempt = group.attempt = Attempt(
             node_request, wire_id, placement, self._tally, place_refill=self._refill, time_left=self._time_left
         )
         nodes = [node.source.node_id for node in (placement.prefill, placement.decode) if node is not None]
         _logger.debug("request %s: placed at %s", wire_id, " and ".join(nodes))
 
         def sink(event: AttemptEvent) -> None:
-            self._inbox.put_nowait(partial(self._on_event, share, attempt, event))
+            self._inbox.put_nowait(partial(self._on_event, group, attempt, event))
 
         attempt.open(sink)
 
@@ -345,9 +348,9 @@ class RequestSupervisor:
 
     def _log_deadline(self) -> DeadlineError:
         """Returns the error of a request whose time is over, and says in the log what it waited for."""
-        unfinished = (share for share in self._shares if self._unfinished.intersection(share.choices))
-        awaited = " and ".join(dict.fromkeys(share.awaited for share in unfinished))
-        if not awaited or not self._inbox.empty():  # what the shares wait for may be in it
+        unfinished = (group for group in self._groups if self._unfinished.intersection(group.choices))
+        awaited = " and ".join(dict.fromkeys(group.awaited for group in unfinished))
+        if not awaited or not self._inbox.empty():  # what the groups wait for may be in it
             awaited = "its client, or this router, to take what the nodes have sent"
         error = DeadlineError(
             f"the request took longer than {self._request.timeout:g} seconds; it waited for {awaited}"
@@ -360,23 +363,23 @@ class RequestSupervisor:
     def _open(self) -> None:
         """Places all outputs. Raises UnavailableError if no decode node is live: a new request does not wait for
         one."""
-        share = Share(tuple(self._tokens), Backoff(random=self._random))
-        node_request = self._node_request(share.choices, is_replay=False)
+        group = OutputGroup(tuple(self._tokens), Backoff(random=self._random))
+        node_request = self._node_request(group.choices, is_replay=False)
         placement = self._placer.place(node_request, lost=self._lost, last_resort=False)
         self._deadline = asyncio.get_running_loop().call_later(self._request.timeout, self._on_deadline)
-        self._shares.append(share)
-        self._start(share, node_request, placement)
+        self._groups.append(group)
+        self._start(group, node_request, placement)
 
     def _close(self) -> None:
         """Closes all attempts, however the request has ended. Neither waits nor fails."""
         if self._deadline is not None:
             self._deadline.cancel()
-        for share in self._shares:
-            share.stop_waiting()
-            if share.attempt is not None:
-                share.attempt.close()
-        self._homeless.clear()
-        self._shares.clear()  # they refer to this supervisor, and the prompt would stay until a collection of garbage
+        for group in self._groups:
+            group.stop_waiting()
+            if group.attempt is not None:
+                group.attempt.close()
+        self._to_place.clear()
+        self._groups.clear()  # they refer to this supervisor, and the prompt would stay until a collection of garbage
 
 
 def _end(error: KVRelayError) -> Sequence[RequestEvent]:

@@ -158,7 +158,7 @@ def test_what_is_not_set_is_left_to_the_node() -> None:
 def test_router_understands_what_it_is_given() -> None:
     settings = settings_of(
         *("m", "--port", "1", "--grpc-port", "2", "--served-model-name", "n", "--policy", "round_robin"),
-        *("--lease-ttl", "7.5", "--request-timeout", "90", "--max-concurrent-requests", "12", "--max-attempts", "0"),
+        *("--lease-ttl", "7.5", "--request-timeout", "90", "--max-concurrent-requests", "12", "--max-node-losses", "0"),
         *("--node-wait", "20"),
     )
     command = router_command(settings, {}, prefill=["p:1"], decode=["d:1", "d:2"])
@@ -167,7 +167,7 @@ def test_router_understands_what_it_is_given() -> None:
     assert (router.prefill_nodes, router.decode_nodes) == (("p:1",), ("d:1", "d:2"))
     assert (router.policy, router.supervised) == ("round_robin", True)
     assert (router.lease_ttl, router.request_timeout) == (7.5, 90.0)
-    assert (router.max_concurrent_requests, router.max_attempts, router.node_wait) == (12, 0, 20.0)
+    assert (router.max_concurrent_requests, router.max_node_losses, router.node_wait) == (12, 0, 20.0)
 
 
 @pytest.mark.parametrize("name", ["-x", "--port", "a b", "it's", 'a"b', "a/b", "é"])

@@ -212,7 +212,7 @@ async def cluster(
         policy = policy or make_policy("prefix_aware", local_prefill_max_tokens=0)
         limits = RelayLimits(
             max_concurrent_requests=1024,
-            max_attempts=3,
+            max_node_losses=3,
             node_wait=_NODE_WAIT_SECONDS,
             lease_ttl=lease_ttl,
             node_timeout=5.0,

@@ -60,7 +60,7 @@ def test_streams_wait_for_the_only_nodes_to_come_back(
     pools = tmp_path / "pools"
     pools.mkdir()
     pool = ("--gpu-memory-utilization", "0.02", "--shared-memory-dir", str(pools))  # of RAM that changes all the time
-    arguments = ("--dtype", "float32", *pool, "--local-prefill-max-tokens", "0", "--max-attempts", "2")
+    arguments = ("--dtype", "float32", *pool, "--local-prefill-max-tokens", "0", "--max-node-losses", "2")
     with served(model, *arguments, directory=directory) as cluster:
         router = cluster.router
         pieces: list[str] = []

@@ -74,7 +74,7 @@ async def cluster(
     lease_ttl: float = 30.0,
     local_prefill_max_tokens: int = 0,
     max_concurrent_requests: int = 100,
-    max_attempts: int = 3,
+    max_node_losses: int = 3,
     node_wait: float = PATIENCE,
     node_timeout: float = PATIENCE,
     silence: float = 5.0,
@@ -89,7 +89,7 @@ async def cluster(
     async with registered(*prefills, *decodes, silence=silence) as registry:
         limits = RelayLimits(
             max_concurrent_requests=max_concurrent_requests,
-            max_attempts=max_attempts,
+            max_node_losses=max_node_losses,
             node_wait=node_wait,
             lease_ttl=lease_ttl,
             node_timeout=node_timeout,

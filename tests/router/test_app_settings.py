@@ -44,9 +44,11 @@ async def test_no_more_than_max_concurrent_requests_run(tokenizer_directory: Pat
 
 
 async def test_every_limit_of_the_relay_is_the_setting_of_its_name() -> None:
-    limits = RelayLimits(max_concurrent_requests=2, max_attempts=7, node_wait=11.0, lease_ttl=13.0, node_timeout=17.0)
+    limits = RelayLimits(
+        max_concurrent_requests=2, max_node_losses=7, node_wait=11.0, lease_ttl=13.0, node_timeout=17.0
+    )
     settings = RouterSettings(
-        max_concurrent_requests=2, max_attempts=7, node_wait=11.0, lease_ttl=13.0, node_timeout=17.0
+        max_concurrent_requests=2, max_node_losses=7, node_wait=11.0, lease_ttl=13.0, node_timeout=17.0
     )
     async with registered() as registry:
         assert _relay(settings, registry, CollectorRegistry())._limits == limits

@@ -54,7 +54,7 @@ class ClusterConfig:
     local_prefill_max_tokens: int = 0
     kv_index_capacity: int = 10_000
     max_concurrent_requests: int = 1024
-    max_attempts: int = 10
+    max_node_losses: int = 10
     node_wait: float = 120.0
     lease_ttls: tuple[float, ...] = (6.0,)
     node_timeout: float = 2.0
@@ -211,7 +211,7 @@ class Cluster:
         registry.start()
         limits = RelayLimits(
             max_concurrent_requests=config.max_concurrent_requests,
-            max_attempts=config.max_attempts,
+            max_node_losses=config.max_node_losses,
             node_wait=config.node_wait,
             lease_ttl=lease_ttl,
             node_timeout=config.node_timeout,

@@ -60,7 +60,7 @@ def _draw_cluster(random: Random, *, damage: float, run_ahead: bool, node_wait: 
         local_prefill_max_tokens=random.choice((0, 8)),
         kv_index_capacity=random.choice((12, 10_000, 10_000)),
         max_concurrent_requests=random.choice((3, 1024, 1024)),
-        max_attempts=random.choice((3, 10)),
+        max_node_losses=random.choice((3, 10)),
         node_wait=node_wait,
         lease_ttls=random.choice(((6.0,), (6.0,), (1.0,), (6.0, 2.0))),
         node_timeout=random.choice((0.5, 2.0)),

@@ -46,7 +46,7 @@ def test_the_only_node_of_a_kind_struck_at_any_moment_changes_no_token(
     disaster: Disaster, struck: tuple[str, ...]
 ) -> None:
     """However long the node takes to come back, no placement is counted in vain."""
-    config = replace(_CONFIG, num_prefill_nodes=1, num_decode_nodes=1, max_attempts=len(struck))
+    config = replace(_CONFIG, num_prefill_nodes=1, num_decode_nodes=1, max_node_losses=len(struck))
     migrations = 0
     for moment in _MOMENTS:
         strikes = tuple(Strike(moment, disaster, address, seconds=20.0, drain_seconds=0.0) for address in struck)
@@ -76,7 +76,7 @@ def test_a_wait_for_a_node_ends_without_one(plan: Plan, node_wait: float, ending
 
 def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
     """Every node is restarted twice, one after the other. Each time the stream goes on elsewhere, with new tokens."""
-    config = replace(_CONFIG, num_prefill_nodes=0, num_decode_nodes=3, max_attempts=3, longest_step=0.3)
+    config = replace(_CONFIG, num_prefill_nodes=0, num_decode_nodes=3, max_node_losses=3, longest_step=0.3)
     sampling = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
     plan = replace(_PLAN, request=replace(_PLAN.request, sampling=sampling))
     strikes = tuple(
@@ -86,12 +86,12 @@ def test_a_stream_outlives_more_restarts_than_it_has_attempts() -> None:
     outcome = run_scenario(Scenario(config, (plan,), strikes), NthFault(0), Random(0))
     assert not outcome.failures
     assert outcome.counts["complete"] == 1
-    assert outcome.counts["migrations"] > config.max_attempts
+    assert outcome.counts["migrations"] > config.max_node_losses
 
 
 def test_a_request_that_has_lost_more_nodes_than_it_has_attempts_is_given_up() -> None:
     """Though another process is live by then where it has lost the first."""
-    config = replace(_CONFIG, num_prefill_nodes=0, max_attempts=1, node_wait=30.0, longest_step=10.0)
+    config = replace(_CONFIG, num_prefill_nodes=0, max_node_losses=1, node_wait=30.0, longest_step=10.0)
     strikes = tuple(Strike(1.0 + number, Disaster.KILL, f"decode-{number}", seconds=0.1) for number in range(2))
     outcome = run_scenario(Scenario(config, (_PLAN,), strikes), NthFault(0), Random(0))
     assert not outcome.failures

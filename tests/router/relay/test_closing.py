@@ -88,7 +88,7 @@ async def test_an_attempt_that_has_ended_is_forgotten(without_collections: None)
     async with cluster(local_prefill_max_tokens=64) as nodes:
         running = asyncio.create_task(collected(nodes, a_request()))
         wire_id = (await nodes.decode.admit()).request_id
-        forgotten = weakref.ref(nodes.relay._running["r"]._shares[0].attempt)
+        forgotten = weakref.ref(nodes.relay._running["r"]._groups[0].attempt)
         nodes.decode.tokens(wire_id, token(7))
         nodes.decode.tokens(wire_id, token(8, finish=FinishReason.LENGTH))
         await running
@@ -102,7 +102,7 @@ async def test_an_attempt_that_has_lost_its_node_is_forgotten_while_the_request_
     async with cluster(num_decode_nodes=2, local_prefill_max_tokens=64) as nodes:
         running = asyncio.create_task(collected(nodes, a_request()))
         wire_id = (await nodes.decode.admit()).request_id
-        forgotten = weakref.ref(nodes.relay._running["r"]._shares[0].attempt)
+        forgotten = weakref.ref(nodes.relay._running["r"]._groups[0].attempt)
         nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
         wire_id = (await nodes.decodes[1].admit()).request_id
         await until(lambda: forgotten() is None)

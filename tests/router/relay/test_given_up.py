@@ -50,31 +50,31 @@ async def next_prefill(nodes: Cluster) -> PrefillCall:
     return next(node.calls.get_nowait() for node in nodes.prefills if not node.calls.empty())
 
 
-@pytest.mark.parametrize("max_attempts", [0, 2])
-async def test_the_number_of_nodes_that_end_is_bounded(max_attempts: int) -> None:
+@pytest.mark.parametrize("max_node_losses", [0, 2])
+async def test_the_number_of_nodes_that_end_is_bounded(max_node_losses: int) -> None:
     """Nothing more is placed until it is known that they have ended: another process is at their address."""
-    async with cluster(num_decode_nodes=5, max_attempts=max_attempts, local_prefill_max_tokens=64) as nodes:
+    async with cluster(num_decode_nodes=5, max_node_losses=max_node_losses, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
-            for node in await lose_decode_nodes(nodes, 1 + max_attempts):
+            for node in await lose_decode_nodes(nodes, 1 + max_node_losses):
                 assert not first.done()
                 await node.start_again(epoch=2)
-            with pytest.raises(GivenUpError, match=f"after {1 + max_attempts} losses of a decode node that"):
+            with pytest.raises(GivenUpError, match=f"after {1 + max_node_losses} losses of a decode node that"):
                 await first
         assert_idle(nodes)
 
 
 async def test_the_last_node_lost_may_have_ended_though_the_router_has_not_heard_of_it() -> None:
     """Nothing more is placed meanwhile."""
-    async with cluster(num_decode_nodes=2, max_attempts=0, local_prefill_max_tokens=64) as nodes:
+    async with cluster(num_decode_nodes=2, max_node_losses=0, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
             node = await next_decode(nodes)
             wire_id = (await node.admit()).request_id
             run = nodes.relay._running["r"]
-            run._shares[0].backoff = Backoff(first=60.0)
+            run._groups[0].backoff = Backoff(first=60.0)
             node.failed(wire_id, UnavailableError("the engine has crashed"))
-            await until(lambda: run._shares[0].wait is not None)
+            await until(lambda: run._groups[0].wait is not None)
             await node.stop()
             await node.start_again(epoch=2)
             with pytest.raises(GivenUpError):
@@ -82,7 +82,7 @@ async def test_the_last_node_lost_may_have_ended_though_the_router_has_not_heard
 
 
 async def test_a_request_that_has_lost_too_many_nodes_goes_on_when_one_of_them_has_not_ended() -> None:
-    async with cluster(num_decode_nodes=3, max_attempts=1, local_prefill_max_tokens=64) as nodes:
+    async with cluster(num_decode_nodes=3, max_node_losses=1, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
             lost = await lose_decode_nodes(nodes, 2)
@@ -94,7 +94,7 @@ async def test_a_request_that_has_lost_too_many_nodes_goes_on_when_one_of_them_h
 
 
 async def test_a_request_that_has_lost_too_many_nodes_ends_when_it_has_waited_to_know() -> None:
-    async with cluster(num_decode_nodes=3, max_attempts=1, node_wait=0.2, local_prefill_max_tokens=64) as nodes:
+    async with cluster(num_decode_nodes=3, max_node_losses=1, node_wait=0.2, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
             await lose_decode_nodes(nodes, 2)
@@ -105,7 +105,7 @@ async def test_a_request_that_has_lost_too_many_nodes_ends_when_it_has_waited_to
 
 async def test_a_router_that_stops_does_not_give_up_a_request_that_waits_to_know() -> None:
     """It is not known to have ended nodes, and its client may ask another router at once."""
-    async with cluster(num_decode_nodes=3, max_attempts=1, node_wait=60.0, local_prefill_max_tokens=64) as nodes:
+    async with cluster(num_decode_nodes=3, max_node_losses=1, node_wait=60.0, local_prefill_max_tokens=64) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             first = asyncio.create_task(take(events))
             await lose_decode_nodes(nodes, 2)
@@ -120,7 +120,7 @@ async def test_a_router_that_stops_does_not_give_up_a_request_that_waits_to_know
 async def test_nodes_that_drain_are_not_ended_by_the_request(end: Callable[[ScriptedDecode], None]) -> None:
     """However the router learns that they have drained for as long as they may."""
     async with (
-        cluster(num_decode_nodes=3, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        cluster(num_decode_nodes=3, max_node_losses=0, local_prefill_max_tokens=64) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         first = asyncio.create_task(take(events))
@@ -148,7 +148,7 @@ async def test_a_node_is_heard_to_drain_only_after_a_request_is_lost_there(
 ) -> None:
     """The two come over different streams."""
     async with (
-        cluster(num_decode_nodes=3, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        cluster(num_decode_nodes=3, max_node_losses=0, local_prefill_max_tokens=64) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         first = asyncio.create_task(take(events))
@@ -156,9 +156,9 @@ async def test_a_node_is_heard_to_drain_only_after_a_request_is_lost_there(
             node = await next_decode(nodes)
             wire_id = (await node.admit()).request_id
             run = nodes.relay._running["r"]
-            run._shares[0].backoff = Backoff(first=60.0)
+            run._groups[0].backoff = Backoff(first=60.0)
             end(node, wire_id)
-            await until(lambda run=run: run._shares[0].wait is not None)  # type: ignore[misc]
+            await until(lambda run=run: run._groups[0].wait is not None)  # type: ignore[misc]
             await drains(nodes, node)
             run.on_decode_node_live()
         node = await next_decode(nodes)
@@ -169,13 +169,13 @@ async def test_a_node_is_heard_to_drain_only_after_a_request_is_lost_there(
 async def test_a_node_that_has_not_taken_the_request_cannot_have_been_ended_by_it() -> None:
     """So there is nothing to wait for: the request goes on elsewhere at once."""
     async with (
-        cluster(num_prefill_nodes=2, num_decode_nodes=2, max_attempts=0) as nodes,
+        cluster(num_prefill_nodes=2, num_decode_nodes=2, max_node_losses=0) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         first = asyncio.create_task(take(events))
         node = await next_decode(nodes)
         wire_id = (await node.admit()).request_id
-        nodes.relay._running["r"]._shares[0].backoff = Backoff(first=60.0)
+        nodes.relay._running["r"]._groups[0].backoff = Backoff(first=60.0)
         node.failed(wire_id, NotTakenError("it is another process"))
         await next_prefill(nodes)
         other = await next_decode(nodes)
@@ -191,7 +191,7 @@ async def test_a_node_that_has_not_taken_the_request_cannot_have_been_ended_by_i
 async def test_nodes_that_drain_again_and_again_are_not_ended_by_the_request() -> None:
     """Of the processes at an address, only the last one is known to have drained."""
     async with (
-        cluster(num_decode_nodes=2, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        cluster(num_decode_nodes=2, max_node_losses=0, local_prefill_max_tokens=64) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         first = asyncio.create_task(take(events))
@@ -211,7 +211,7 @@ async def test_nodes_that_drain_again_and_again_are_not_ended_by_the_request() -
 async def test_a_prefill_node_that_drains_and_is_lost_before_its_stream_ends_is_not_ended_by_the_request() -> None:
     """A node that closes ends its Watch stream first."""
     async with (
-        cluster(num_prefill_nodes=2, max_attempts=0) as nodes,
+        cluster(num_prefill_nodes=2, max_node_losses=0) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         first = asyncio.create_task(take(events))
@@ -230,7 +230,7 @@ async def test_a_prefill_node_that_drains_and_is_lost_before_its_stream_ends_is_
 async def test_a_client_that_reads_on_late_meets_the_loss_of_the_process_that_drained() -> None:
     """Another one is live at its address by then, which neither has drained nor is to blame."""
     async with (
-        cluster(num_decode_nodes=2, max_attempts=0, local_prefill_max_tokens=64) as nodes,
+        cluster(num_decode_nodes=2, max_node_losses=0, local_prefill_max_tokens=64) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         first = asyncio.create_task(take(events))
@@ -252,7 +252,7 @@ async def test_a_client_that_reads_on_late_meets_the_loss_of_the_process_that_dr
 
 
 async def test_outputs_that_run_apart_lose_nodes_each_on_its_own() -> None:
-    async with cluster(num_prefill_nodes=0, num_decode_nodes=4, max_attempts=2) as nodes:
+    async with cluster(num_prefill_nodes=0, num_decode_nodes=4, max_node_losses=2) as nodes:
         async with aclosing(nodes.relay.run(a_request(n=2))) as events:
             first = asyncio.create_task(take(events))
             node = await next_decode(nodes)
@@ -270,7 +270,7 @@ async def test_outputs_that_run_apart_lose_nodes_each_on_its_own() -> None:
 
 async def test_a_new_token_starts_the_count_of_losses_again() -> None:
     async with (
-        cluster(max_attempts=1, local_prefill_max_tokens=64) as nodes,
+        cluster(max_node_losses=1, local_prefill_max_tokens=64) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         for number in range(3):
@@ -284,7 +284,7 @@ async def test_a_new_token_starts_the_count_of_losses_again() -> None:
 async def test_nodes_that_end_after_a_token_each_are_not_counted_together() -> None:
     """A long request may meet more of them than it may lose in a row."""
     async with (
-        cluster(num_prefill_nodes=0, num_decode_nodes=3, max_attempts=1) as nodes,
+        cluster(num_prefill_nodes=0, num_decode_nodes=3, max_node_losses=1) as nodes,
         aclosing(nodes.relay.run(a_request())) as events,
     ):
         last = token(9, finish=FinishReason.STOP)
@@ -300,7 +300,10 @@ async def test_nodes_that_end_after_a_token_each_are_not_counted_together() -> N
 
 
 async def test_a_request_that_no_decode_node_survives_ends_though_each_prefill_node_adds_a_token() -> None:
-    async with cluster(num_decode_nodes=3, max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+    async with (
+        cluster(num_decode_nodes=3, max_node_losses=1) as nodes,
+        aclosing(nodes.relay.run(a_request())) as events,
+    ):
         for number in range(2):
             next_event = asyncio.create_task(take(events))
             node = await next_decode(nodes)
@@ -316,7 +319,7 @@ async def test_a_request_that_no_decode_node_survives_ends_though_each_prefill_n
 
 
 async def test_a_node_that_has_not_ended_is_not_lost_however_often_its_stream_breaks() -> None:
-    async with cluster(max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+    async with cluster(max_node_losses=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         for number in range(3):
             next_event = asyncio.create_task(take(events))
             await nodes.decode.admit()
@@ -328,7 +331,7 @@ async def test_a_node_that_has_not_ended_is_not_lost_however_often_its_stream_br
 
 
 async def test_losses_at_different_points_are_no_sign_that_a_request_ends_nodes() -> None:
-    async with cluster(num_prefill_nodes=2, num_decode_nodes=4, max_attempts=1) as nodes:
+    async with cluster(num_prefill_nodes=2, num_decode_nodes=4, max_node_losses=1) as nodes:
         async with aclosing(nodes.relay.run(a_request())) as events:
             next_event = asyncio.create_task(take(events))
             node = await next_decode(nodes)

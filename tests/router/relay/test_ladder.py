@@ -190,9 +190,9 @@ async def test_a_refill_whose_blocks_have_arrived_ends_with_its_first_token() ->
         call.finish(token(7), num_cached_tokens=4)
         assert await soon(nodes.prefills[1].released) == ("second",)
         assert nodes.decode.commands.empty()
-        [share] = nodes.relay._running["r"]._shares
-        assert share.attempt is not None
-        share.attempt._sink(
+        [group] = nodes.relay._running["r"]._groups
+        assert group.attempt is not None
+        group.attempt._sink(
             RefillEvent(PrefillFinished((token(7),), PromptLogprobs(), 4, NOTHING_FETCHED))
         )  # nobody listens
         nodes.decode.tokens(wire_id, LAST)

@@ -52,9 +52,9 @@ async def test_a_prompt_is_kept_once() -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
         first, _, _ = await opened(nodes, events)
         [run] = nodes.relay._running.values()
-        [share] = run._shares
-        assert share.attempt is not None
-        assert share.attempt._node_request.token_ids is run._request.prompt_token_ids
+        [group] = run._groups
+        assert group.attempt is not None
+        assert group.attempt._node_request.token_ids is run._request.prompt_token_ids
         await give_up(first)
 
 

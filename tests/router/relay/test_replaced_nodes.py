@@ -51,7 +51,7 @@ class Nodes:
         self.registry = Registry([prefill], [decode], KVIndex(1000), timeout=10.0, silence=10.0)
         self._stack.push_async_callback(self.registry.close)
         limits = RelayLimits(
-            max_concurrent_requests=1, max_attempts=0, node_wait=1.0, lease_ttl=30.0, node_timeout=10.0
+            max_concurrent_requests=1, max_node_losses=0, node_wait=1.0, lease_ttl=30.0, node_timeout=10.0
         )
         placer = Placer(self.registry, PrefixAware(local_prefill_max_tokens=0), limits)
         self.relay = ClusterRelay(self.registry, placer, limits, RecoveryMetrics("m", CollectorRegistry()))

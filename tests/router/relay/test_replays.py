@@ -57,7 +57,7 @@ async def test_each_output_of_a_lost_node_is_placed_in_a_turn_of_its_own(
             await nodes.decode.stop()
             await until(lambda: not nodes.registry.can_serve())
             runs = nodes.relay._running.values()
-            await until(lambda: all(share.wait is not None for run in runs for share in run._shares))
+            await until(lambda: all(group.wait is not None for run in runs for group in run._groups))
             await nodes.decodes[1].start_again(epoch=2)
         else:
             nodes.decode.end_stream()

@@ -21,8 +21,8 @@ from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NOTHING_FETCHED
 from kvrelay.v1 import decode_node_pb2
 from router.relay.loss import Loss
+from router.relay.output_group import OutputGroup
 from router.relay.prefill_client import PrefillEnded, PrefillFinished, PrefillProgress
-from router.relay.share import Share
 from tests.router.routed import a_request, assert_idle, begun, expire, give_up, opened, take, take_trace
 from tests.router.scripted_cluster import cluster
 from tests.router.scripted_nodes import soon, token, until
@@ -226,11 +226,11 @@ async def test_what_a_given_up_prefill_still_had_to_say_is_ignored() -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request(n=2))) as events:
         first, call, _ = await opened(nodes, events)
         supervisor = nodes.relay._running["r"]
-        [share] = supervisor._shares
-        assert share.attempt is not None
+        [group] = supervisor._groups
+        assert group.attempt is not None
         finished = PrefillFinished((token(7),), PromptLogprobs(), 0, NOTHING_FETCHED)
         for message in (finished, PrefillProgress(3), PrefillEnded(None)):
-            share.attempt._sink(message)
+            group.attempt._sink(message)
         await nodes.decode.aborted()
         admit = await nodes.decode.admit()
         assert admit.local_prefill
@@ -374,18 +374,18 @@ async def test_a_client_that_takes_nothing_holds_no_node_beyond_the_deadline() -
 
 def test_a_token_of_a_decode_node_makes_the_waits_short_again() -> None:
     """A prefill node's token does not: each decode node may end before its first."""
-    share = Share((0,), Backoff(first=1.0, longest=64.0, jitter=0.0))
+    group = OutputGroup((0,), Backoff(first=1.0, longest=64.0, jitter=0.0))
     waits = []
     for are_first in (True, True, False, True):
-        waits.append(share.backoff.next())
-        share.forgive_losses(are_first=are_first)
+        waits.append(group.backoff.next())
+        group.forgive_losses(are_first=are_first)
     assert waits == [1.0, 2.0, 4.0, 1.0]
 
 
 def test_a_token_forgets_the_losses_before_it() -> None:
     node = KVSource("node", 1, "")
-    share = Share((0,), Backoff(), {(loss, node) for loss in Loss})
-    share.forgive_losses(are_first=True)
-    assert share.losses == {(Loss.DECODING, node)}
-    share.forgive_losses(are_first=False)
-    assert not share.losses
+    group = OutputGroup((0,), Backoff(), {(loss, node) for loss in Loss})
+    group.forgive_losses(are_first=True)
+    assert group.losses == {(Loss.DECODING, node)}
+    group.forgive_losses(are_first=False)
+    assert not group.losses

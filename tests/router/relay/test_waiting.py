@@ -23,8 +23,8 @@ async def none_lives(nodes: Cluster) -> None:
     a_while = asyncio.get_running_loop().time() + 5.0  # further away than the longest wait before looking again
 
     def all_wait() -> bool:
-        shares = [share for run in nodes.relay._running.values() for share in run._shares]
-        return all(share.wait is not None and share.wait.when() > a_while for share in shares)
+        groups = [group for run in nodes.relay._running.values() for group in run._groups]
+        return all(group.wait is not None and group.wait.when() > a_while for group in groups)
 
     await until(all_wait)
 
@@ -32,7 +32,7 @@ async def none_lives(nodes: Cluster) -> None:
 @pytest.mark.parametrize("epoch", [1, 2])
 async def test_a_request_waits_for_a_decode_node_while_none_lives(epoch: int) -> None:
     """Once a node is live, each output is placed exactly once, whether the node has a new epoch or not."""
-    async with cluster(max_attempts=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
+    async with cluster(max_node_losses=1) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         await begun(nodes, events, token(7))
         await nodes.decode.stop()
         next_event = asyncio.create_task(take(events))
@@ -52,9 +52,9 @@ async def test_a_node_that_was_lost_is_not_tried_again_at_once() -> None:
         first = asyncio.create_task(take(events))
         wire_id = (await nodes.decode.admit()).request_id
         run = nodes.relay._running["r"]
-        run._shares[0].backoff = Backoff(first=60.0)
+        run._groups[0].backoff = Backoff(first=60.0)
         nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
-        await until(lambda: run._shares[0].wait is not None)
+        await until(lambda: run._groups[0].wait is not None)
         assert nodes.decode.commands.empty()
         run.on_decode_node_live()
         last = token(7, finish=FinishReason.STOP)
@@ -75,10 +75,10 @@ async def test_a_request_that_waited_is_not_placed_again_when_more_nodes_come() 
             await nodes.decode.stop()
             await none_lives(nodes)
             run = nodes.relay._running["r"]
-            [share] = run._shares
+            [group] = run._groups
             await nodes.decode.start_again(epoch=2)
             admit = await nodes.decode.admit()
-            run._inbox.put_nowait(partial(run._on_waited, share))
+            run._inbox.put_nowait(partial(run._on_waited, group))
             await nodes.decodes[1].start_again(epoch=2)
             await until(lambda: nodes.registry.decode[1].state is NodeState.LIVE)
             say(nodes.decode, admit.request_id, token(8, finish=FinishReason.STOP))
@@ -120,11 +120,11 @@ async def test_a_wait_of_one_output_lengthens_and_ends_none_of_another() -> None
         assert [await first, await take(events)] == [token(7), token(8, index=1)]
         next_event = asyncio.create_task(take(events))
         run = nodes.relay._running["r"]
-        run._shares[0].backoff = Backoff(first=60.0, longest=1000.0, jitter=0.0)
+        run._groups[0].backoff = Backoff(first=60.0, longest=1000.0, jitter=0.0)
         nodes.decode.failed(wire_id, UnavailableError("the engine has crashed"))
-        await until(lambda: len(run._shares) == 2 and all(share.wait is not None for share in run._shares))
-        assert [share.backoff.next() for share in run._shares] == [120.0, 120.0], "each has waited once"
-        waiting, placed = run._shares
+        await until(lambda: len(run._groups) == 2 and all(group.wait is not None for group in run._groups))
+        assert [group.backoff.next() for group in run._groups] == [120.0, 120.0], "each has waited once"
+        waiting, placed = run._groups
         assert placed.wait is not None
         placed.wait._run()
         assert (await nodes.decode.admit()).first_choice_index == 1
@@ -241,9 +241,9 @@ async def test_an_abort_while_a_request_waits_for_a_node_leaves_nothing() -> Non
         await nodes.decode.stop()
         next_event = asyncio.create_task(take(events))
         await none_lives(nodes)
-        [share] = nodes.relay._running["r"]._shares
+        [group] = nodes.relay._running["r"]._groups
         await give_up(next_event)
         await events.aclose()
         await call.over.wait()
-        assert nodes.relay._running == {} and share.wait is None
+        assert nodes.relay._running == {} and group.wait is None
         assert_idle(nodes)

@@ -14,7 +14,7 @@ from router.relay.loss import Loss, NodeLostError
 
 
 @dataclass(slots=True)
-class Share:
+class OutputGroup:
     """Outputs that are placed together. `losses`: the nodes that had taken them and that they have lost in each way
     since they last got past it. `lost`: why they have to be placed again, if they have to; `lost_at`: since when.
     `doubts_kv`: a loss so far was one that `NodeLostError.doubts_kv` is about. `wait`: the timer that ends their wait
