@@ -132,7 +132,7 @@ def _measure(
     prepared: PreparedEngine, batch: int, num_steps: int, prompt_len: int, sampling: SamplingParams
 ) -> Measurement:
     kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
-    engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
+    engine = prepared.build(kv_pool, retract=lambda block_ids: None, publish=False)
     stopwatch = Stopwatch()
     sampling = replace(sampling, max_tokens=prepared.size.max_model_len - prompt_len)
     sampling.validate(vocab_size=prepared.loaded.config.vocab_size)

@@ -233,7 +233,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         )
         decode.receiver = receiver
         for held in decode.sources:
-            receiver.offer(held.source, held.num_blocks)
+            receiver.add_holder(held.source, held.num_blocks)
         for pull in decode.pulls:
             _announce(receiver, pull)
         is_local = decode.request.role is KVRole.LOCAL

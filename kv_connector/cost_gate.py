@@ -5,29 +5,12 @@ Both sides are measured rates, never configured ones. Invariant: while either is
 
 from collections.abc import Callable
 
+from kvrelay.core.rate import Rate
+
 RecomputeSeconds = Callable[[int], float | None]
 """Returns the seconds that this node would take to compute so many tokens; None while that is unknown."""
 
-_NEWEST_WEIGHT = 0.2  # of a sample in the average
 _TRIAL_EVERY = 16  # one refused fetch in so many goes ahead, since the store's rate is not measured otherwise
-
-
-class Rate:
-    """Units per second: an exponentially weighted average over samples."""
-
-    def __init__(self) -> None:
-        self._value: float | None = None
-
-    @property
-    def per_second(self) -> float | None:
-        return self._value
-
-    def observe(self, units: float, seconds: float) -> None:
-        """Adds a sample, unless it has no units or took no time."""
-        if units <= 0 or seconds <= 0:
-            return
-        sample = units / seconds
-        self._value = sample if self._value is None else self._value + _NEWEST_WEIGHT * (sample - self._value)
 
 
 def is_worth_fetching(num_bytes: int, bytes_per_second: float | None, recompute_seconds: float | None) -> bool:

@@ -234,7 +234,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             return
         receiver = self._node.receiver(reservation, ends_at=prefill.ends_at)
         for held in prefill.sources:
-            receiver.offer(held.source, held.num_blocks)
+            receiver.add_holder(held.source, held.num_blocks)
         receiver.end()
         reception = self._run_reception(reservation.request_id, prefill, receiver)
         prefill.reception = receiver.start(reception, prefill.events.put_nowait)

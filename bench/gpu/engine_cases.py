@@ -115,7 +115,7 @@ class EngineBench:
         limits = self._plan.limits
         most_tokens = limits.max_num_batched_tokens
         scheduling = SchedulerConfig(_BLOCK_SIZE, limits.max_num_seqs, most_tokens, most_tokens, limits.max_model_len)
-        pool = BlockPool(len(self._pool), on_evict=lambda block_ids: None)
+        pool = BlockPool(len(self._pool), retract=lambda block_ids: None)
         namespace = KVNamespace(bytes(32), str(self.model.dtype), "bench", _BLOCK_SIZE)
         return Engine(scheduling, self._runner, pool, namespace, eos_token_ids=(), publish=False, run_ahead=True)
 

@@ -219,13 +219,17 @@ def sampling_tensors(rows: Sequence[SamplingRow], device: torch.device) -> Sampl
     return SamplingTensors(**packed.views(memory))
 
 
+def _row(params: SamplingParams, position: int, prompt: list[int], output: list[int]) -> SamplingRow:
+    seen = seen_tokens(params, prompt)
+    if seen is not None:
+        seen.add(output)
+    return SamplingRow(params, 0, position, len(output), seen, fixed_edits(params))
+
+
 def _sampling(params: SamplingParams, sizes: Sizes, device: torch.device) -> Case:
     logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device) * 3
     likely = logits.topk(3).indices.tolist()  # the outputs so far: without penalties they are sampled again
-    rows = [
-        SamplingRow(params, 0, 5 + index, 3, seen_tokens(params, ids[1:], ids[:1] * 3), fixed_edits(params))
-        for index, ids in enumerate(likely)
-    ]
+    rows = [_row(params, 5 + index, ids[1:], ids[:1] * 3) for index, ids in enumerate(likely)]
     tensors = sampling_tensors(rows, device)
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
 

@@ -25,13 +25,13 @@ class BlockPool:
     constant time per block. Misuse (a reference given back twice, a free block acquired) is our own fault and raises
     AssertionError.
 
-    `on_evict(block_ids)` is called before blocks lose their names, while `hash_of` still knows them, and if they are
-    distrusted while transfers hold them, at once and after each of these. It must neither change the pool nor raise.
+    `retract(block_ids)` withdraws blocks from peers, while `hash_of` still knows their names. It may be called
+    repeatedly for the same blocks, and must neither change the pool nor raise.
     """
 
-    def __init__(self, num_blocks: int, *, on_evict: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, num_blocks: int, *, retract: Callable[[Sequence[int]], None]) -> None:
         self.num_blocks = num_blocks
-        self._on_evict = on_evict
+        self._retract = retract
         self._request_refs = [0] * num_blocks
         self._pins = [0] * num_blocks
         self._block_hashes: list[BlockHash | None] = [None] * num_blocks
@@ -100,7 +100,7 @@ class BlockPool:
         if self._distrusted:
             self._forget_distrusted()
             if pinned := self._distrusted.intersection(block_ids):
-                self._on_evict([*pinned])  # what has been published since then
+                self._retract([*pinned])  # what has been published since then
 
     def lookup(self, block_hashes: Sequence[BlockHash]) -> list[int]:
         """Returns the blocks of the longest prefix of `block_hashes` that the pool has. It takes no references: the
@@ -122,8 +122,8 @@ class BlockPool:
         return block_id in self._distrusted
 
     def register(self, block_id: int, block_hash: BlockHash, *, parent: BlockHash | None = None) -> None:
-        """Names a block that is in use, not tainted, and whose content is complete. Neither has it a name, nor has
-        another block this one. `parent`: the name of the block before it, if there is one; a block has it."""
+        """Names a block that is in use, not tainted, and whose content is complete. It has no name yet, and no block
+        has this one. `parent`: the name of the block before it, if there is one; the pool has a block of that name."""
         assert self._is_held(block_id), f"block {block_id} is to be named, but nobody holds it"
         assert block_id not in self._tainted, f"block {block_id} is to be named, but is tainted"
         assert self._block_hashes[block_id] is None, f"block {block_id} is to be named, but has a name"
@@ -138,7 +138,7 @@ class BlockPool:
 
     def distrust(self, block_hashes: Iterable[BlockHash]) -> None:
         """Has nobody find the blocks of these names any more, nor those behind them, also where blocks in between have
-        been evicted; `on_evict` is told at once. Whoever holds them keeps them, and they are tainted. Their names are
+        been evicted; they are retracted at once. Whoever holds them keeps them, and they are tainted. Their names are
         reported by `drain_distrusted`. Takes time linear in the number of names behind."""
         names: set[BlockHash] = set()
         left = list(block_hashes)
@@ -151,7 +151,7 @@ class BlockPool:
         pinned = [block_id for block_id in block_ids - self._distrusted if self._pins[block_id]]
         self._distrusted |= block_ids
         if pinned:
-            self._on_evict(pinned)  # what is being published comes back, until the publication is unpinned
+            self._retract(pinned)  # what is being published comes back, until the publication is unpinned
         self._forget_distrusted()
         self._tainted.update(filter(self._is_held, block_ids))
 
@@ -252,10 +252,10 @@ class BlockPool:
                 self._tainted.discard(block_id)
 
     def _forget(self, block_ids: Sequence[int]) -> None:
-        """Removes the names of these blocks, after telling `on_evict`."""
+        """Retracts these blocks, then removes their names."""
         if not block_ids:
             return
-        self._on_evict(block_ids)
+        self._retract(block_ids)
         for block_id in block_ids:
             block_hash = self._block_hashes[block_id]
             assert block_hash is not None

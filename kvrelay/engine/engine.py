@@ -217,7 +217,7 @@ class Engine:
 
     def _launch(self, on_layers_begin: Callable[[], None] | None) -> bool:
         """Plans and launches a step. Returns False if there is nothing to compute."""
-        plan, sequences = self._scheduler.schedule(on_lent_cores=self.threads.has_lent_cores())
+        plan, sequences = self._scheduler.schedule(on_borrowed_cores=self.threads.has_borrowed_cores())
         if not plan.scheduled:
             return False
         self._num_steps += 1
@@ -378,7 +378,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_leases=len(self._leases),
             num_steps=self._num_steps,
-            num_lent_steps=self.threads.num_lent_steps,
+            num_lent_steps=self.threads.num_borrowing_steps,
             num_prefilled_tokens=self.costs.num_prompt_tokens,
             prefill_seconds=self.costs.prompt_seconds,
             first_lacking=scheduler.first_lacking(),

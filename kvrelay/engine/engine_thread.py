@@ -51,7 +51,7 @@ def seconds_to_rest(engine: Engine) -> float:
     """Returns how long to leave the cores to prompts that wait on another node, after a step that only decoded; 0 while
     a step is in flight, since somebody may wait for its first token."""
     step = engine.costs.newest_decode
-    if engine.has_steps_in_flight or step < _SHORTEST_STEP_SECONDS or not engine.threads.are_wanted():
+    if engine.has_steps_in_flight or step < _SHORTEST_STEP_SECONDS or not engine.threads.prompts_wait_elsewhere():
         return 0.0
     return max(0.0, min(_MOST_STEPS_RESTED * step, _LONGEST_TURN_SECONDS - step))
 

@@ -31,14 +31,15 @@ from kvrelay.engine.step_costs import StepCosts
 SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step, whatever else it computes
 MIXED_PARTS = 4  # the least number of steps that a prompt takes beside decodes where such steps are to be short
 MUCH_LONGER = 4  # how many times as many tokens a prompt has left that shares its steps with the next one
-MIXED_TOKENS = 128  # the most tokens of a step that also decodes if neither a limit is given nor more are cheap
+MIXED_TOKENS = 128  # the limit of a step that also decodes, decodes included, if none is given and no more are cheap
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of a scheduler. `max_num_batched_tokens` is the most tokens of a step, `max_num_mixed_tokens` those of
-    a step that also decodes (0: `MIXED_TOKENS`, or as many as are cheap by what steps have cost), and `max_num_seqs`
-    the most sequences running at a time. The policy `fcfs` ignores the priority of requests; with `priority` lower
+    """The limits of a scheduler. `max_num_batched_tokens` is the most tokens of a step, and `max_num_seqs` the most
+    sequences running at a time. `max_num_mixed_tokens` is how many tokens, decodes included, a step that also decodes
+    is to have at most, though prompts always get `SMALLEST_CHUNK`; 0: `MIXED_TOKENS`, or more as long as the prompts'
+    tokens are cheap by what steps have cost. The policy `fcfs` ignores the priority of requests; with `priority` lower
     values go first, and among equals the one that came first."""
 
     block_size: int
@@ -168,20 +169,20 @@ class Scheduler:
             num_blocks += len(shared) + num_new
         return num_blocks <= self._pool.num_free
 
-    def schedule(self, *, on_lent_cores: bool = False) -> tuple[SchedulerOutput, list[Sequence]]:
+    def schedule(self, *, on_borrowed_cores: bool = False) -> tuple[SchedulerOutput, list[Sequence]]:
         """Returns the next step's plan and its sequences, in the same order: running sequences first, then waiting
-        ones, within the budget of tokens. `on_lent_cores`: the step has more cores than the node's own.
+        ones, within the budget of tokens. `on_borrowed_cores`: the step has more cores than the node's own.
         """
         copies: list[tuple[int, int]] = []
         chosen: list[tuple[Sequence, int]] = []
         self._look_again()
-        budget = self._schedule_running(chosen, copies, on_lent_cores=on_lent_cores)
+        budget = self._schedule_running(chosen, copies, on_borrowed_cores=on_borrowed_cores)
         self._schedule_waiting(budget, chosen, copies)
         plan = SchedulerOutput(tuple(plan_entry(sequence, count) for sequence, count in chosen), tuple(copies))
         return plan, [sequence for sequence, _ in chosen]
 
     def _schedule_running(
-        self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]], *, on_lent_cores: bool
+        self, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]], *, on_borrowed_cores: bool
     ) -> int:
         """Schedules running sequences and returns the budget that is left. A chunk of a prompt leaves one token of the
         budget for every decode after it, and up to a half of the rest for the next prompt if that is much shorter."""
@@ -190,7 +191,7 @@ class Scheduler:
         waiting = () if self.waiting and self._reserves_first() else self.waiting
         prompts = chain((item for item, num_missing in going_on if num_missing > 1), waiting)
         prompt = next(prompts, None)
-        budget = self._budget(prompt, decodes_left, on_lent_cores=on_lent_cores)
+        budget = self._budget(prompt, decodes_left, on_borrowed_cores=on_borrowed_cores)
         for sequence, num_missing in going_on:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for a sequence before it
@@ -205,7 +206,7 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _budget(self, prompt: Sequence | None, num_decodes: int, *, on_lent_cores: bool) -> int:
+    def _budget(self, prompt: Sequence | None, num_decodes: int, *, on_borrowed_cores: bool) -> int:
         """Returns the most tokens of a step with `num_decodes` decodes. If such steps are to be short, the first prompt
         (`prompt`) takes at least `MIXED_PARTS` of them, since a short prompt would otherwise make one step long in
         place of several less so. But prompts get as many tokens as decodes if the limit allows it, as many as are cheap
@@ -214,12 +215,14 @@ class Scheduler:
         most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or limit >= most:
             return most
-        cheap = 0 if limit else self._costs.num_cheap_tokens(on_lent_cores=on_lent_cores)
+        cheap = 0 if limit else self._costs.num_cheap_tokens(on_borrowed_cores=on_borrowed_cores)
         least = num_decodes + max(cheap, SMALLEST_CHUNK)
         if prompt is not None and prompt.request.yields_to_decodes and not limit:
             return min(most, least)
         part = 0 if prompt is None else -(-prompt.num_given_tokens // MIXED_PARTS)
-        return min(most, max(least, min(limit or MIXED_TOKENS, num_decodes + max(part, num_decodes))))
+        ceiling = limit or MIXED_TOKENS
+        wanted = num_decodes + max(part, num_decodes)
+        return min(most, max(least, min(ceiling, wanted)))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its

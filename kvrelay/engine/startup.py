@@ -71,13 +71,13 @@ class PreparedEngine:
         self,
         kv_pool: Tensor,
         *,
-        on_evict: Callable[[Sequence[int]], None],
+        retract: Callable[[Sequence[int]], None],
         publish: bool,
         publish_hits: bool = False,
         core_share: CoreShare | None = None,
     ) -> Engine:
         """Returns the engine. `kv_pool` is zeroed, `[size.num_blocks, *layout.block_shape]` of the layout's dtype, on
-        the model's device. `on_evict` is that of `BlockPool`, `publish` and `publish_hits` are those of `Engine`.
+        the model's device. `retract` is that of `BlockPool`, `publish` and `publish_hits` are those of `Engine`.
 
         `core_share` is for an engine that computes on the CPU. Without it, the engine has as many cores as the option
         `threads` says, or `default_threads`. On a GPU this also records steps, which takes seconds, and raises
@@ -99,7 +99,7 @@ class PreparedEngine:
         return Engine(
             config,
             self._runner(kv_pool, threads),
-            BlockPool(self.size.num_blocks, on_evict=on_evict),
+            BlockPool(self.size.num_blocks, retract=retract),
             self.namespace,
             eos_token_ids=eos_token_ids,
             publish=publish,

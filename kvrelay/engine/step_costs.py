@@ -2,7 +2,7 @@
 
 The averages are how long a step takes that only decodes, and how much longer one prompt token makes it. By them the
 scheduler knows how many prompt tokens are cheap beside decodes. That differs by a factor of ten between processors that
-read the same weights in the same time, and it changes with the cores that a node is lent.
+read the same weights in the same time, and it changes with the cores that a node borrows.
 """
 
 import math
@@ -47,13 +47,13 @@ class StepCosts:
         """Returns how many prompt tokens take so long, at the rate of all so far; infinitely many before the first."""
         return seconds * self.num_prompt_tokens / self.prompt_seconds if self.prompt_seconds else math.inf
 
-    def num_cheap_tokens(self, *, on_lent_cores: bool = False) -> int:
+    def num_cheap_tokens(self, *, on_borrowed_cores: bool = False) -> int:
         """Returns how many prompt tokens make a step that decodes half as long again at most, or `UNNOTICED_SECONDS`
-        longer; 0 as long as that is unknown. On lent cores a step may take twice as long, which is about what it takes
-        without them."""
+        longer; 0 as long as that is unknown. On borrowed cores a step may take twice as long, which is about what it
+        takes without them."""
         if self._decode is None or not self._prompt_token:
             return 0
-        longer = self._decode if on_lent_cores else self._decode / 2
+        longer = self._decode if on_borrowed_cores else self._decode / 2
         return int(max(longer, UNNOTICED_SECONDS) / max(self._prompt_token, _LEAST_TOKEN_SECONDS))
 
 

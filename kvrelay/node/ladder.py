@@ -21,7 +21,7 @@ _MOST_REFUSED = 3  # blocks that failed verification, after which a store is not
 
 
 @dataclass(slots=True)
-class _Offer:
+class _Holder:
     """A source (None: the store) that has the first `available` blocks, as far as we know. `failures`: the last outcome
     of each block that did not arrive from it."""
 
@@ -71,24 +71,24 @@ class Ladder:
     def __init__(self, num_blocks: int) -> None:
         self.num_leading = 0  # how many of the first blocks are here
         self._origins: list[str | None] = [None] * num_blocks
-        self._announced: dict[KVSource, _Offer] = {}
-        self._holders: dict[KVSource, _Offer] = {}
-        self._store = _Offer(None)
+        self._announced: dict[KVSource, _Holder] = {}
+        self._others: dict[KVSource, _Holder] = {}  # that have not announced anything
+        self._store = _Holder(None)
         self._failures: Counter[FetchOutcome] = Counter()
 
     @property
     def is_complete(self) -> bool:
         return self.num_leading == len(self._origins)
 
-    def offer(self, source: KVSource, num_blocks: int) -> None:
+    def add_holder(self, source: KVSource, num_blocks: int) -> None:
         """Adds another holder of the first `num_blocks` blocks."""
-        self._offer(self._holders, source).raise_to(num_blocks)
+        self._holder(self._others, source).raise_to(num_blocks)
 
     def announce(self, source: KVSource, num_blocks: int) -> None:
         """Notes that `source` has published the first `num_blocks` blocks. If there is a store, it has them, too."""
-        offer = self._offer(self._announced, source)
-        offer.raise_to(num_blocks)
-        offer.try_missing_again()
+        holder = self._holder(self._announced, source)
+        holder.raise_to(num_blocks)
+        holder.try_missing_again()
         self._store.raise_to(num_blocks)
 
     def ask_store(self) -> None:
@@ -100,31 +100,31 @@ class Ladder:
         behind it are of no use without it."""
         if self.is_complete:
             return None
-        offer = next((offer for offer in self._offers() if offer.has(self.num_leading)), None)
-        if offer is None:
+        holder = next((holder for holder in self._holders() if holder.has(self.num_leading)), None)
+        if holder is None:
             return None
-        end = min(offer.available, len(self._origins))
-        wanted = (i for i in range(self.num_leading, end) if self._origins[i] is None and offer.has(i))
-        is_guess = offer.source in self._holders and offer.source not in self._announced
-        return Ask(offer.source, tuple(islice(wanted, _BLOCKS_PER_ASK)), is_guess)
+        end = min(holder.available, len(self._origins))
+        wanted = (i for i in range(self.num_leading, end) if self._origins[i] is None and holder.has(i))
+        is_guess = holder.source in self._others and holder.source not in self._announced
+        return Ask(holder.source, tuple(islice(wanted, _BLOCKS_PER_ASK)), is_guess)
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
         """Takes one outcome per block of `ask`; returns how many more leading blocks are here. Blocks that arrived
         behind a gap are kept: only the gap is requested from the next source; but not what a node has sent behind a bad
         block. What FAILED at a slow source counts as not requested."""
-        offer = next(offer for offer in self._offers() if offer.source == ask.source)
-        offer.is_slow = not (offer.is_slow or ask.is_guess) and _are_those_of_a_slow_link(outcomes)
+        holder = next(holder for holder in self._holders() if holder.source == ask.source)
+        holder.is_slow = not (holder.is_slow or ask.is_guess) and _are_those_of_a_slow_link(outcomes)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
             if outcome is FetchOutcome.FETCHED:
                 self._origins[index] = STORE if ask.source is None else ask.source.node_id
                 continue
-            if offer.is_slow and outcome is FetchOutcome.FAILED:
+            if holder.is_slow and outcome is FetchOutcome.FAILED:
                 continue
-            offer.fail(index, outcome)
+            holder.fail(index, outcome)
             if ask.source is not None or outcome is not FetchOutcome.MISSING:  # a store may be empty, or there is none
                 self._failures[outcome] += 1
-        if offer.is_doubtful:
-            self._drop_behind(offer)
+        if holder.is_doubtful:
+            self._drop_behind(holder)
         before = self.num_leading
         while not self.is_complete and self._origins[self.num_leading] is not None:
             self.num_leading += 1
@@ -140,27 +140,27 @@ class Ladder:
             num_failed=self._failures[FetchOutcome.FAILED],
         )
 
-    def _drop_behind(self, offer: _Offer) -> None:
+    def _drop_behind(self, holder: _Holder) -> None:
         """Drops what a node has sent behind a bad block, in this fetch or before."""
-        assert offer.source is not None
-        first = min(index for index, why in offer.failures.items() if why is FetchOutcome.REFUSED)
+        assert holder.source is not None
+        first = min(index for index, why in holder.failures.items() if why is FetchOutcome.REFUSED)
         for index in range(first, len(self._origins)):
-            if self._origins[index] == offer.source.node_id:
+            if self._origins[index] == holder.source.node_id:
                 self._origins[index] = None
 
-    def _offers(self) -> Iterator[_Offer]:
-        """Yields the sources, best first."""
+    def _holders(self) -> Iterator[_Holder]:
+        """Yields the holders, best first."""
         yield from self._announced.values()
-        yield from self._holders.values()
+        yield from self._others.values()
         yield self._store
 
-    def _offer(self, offers: dict[KVSource, _Offer], source: KVSource) -> _Offer:
-        """Returns the offer of a source, new or known. A holder that also announces stays one offer, so that it
+    def _holder(self, holders: dict[KVSource, _Holder], source: KVSource) -> _Holder:
+        """Returns the holder that is `source`, new or known. One that also announces stays the same holder, so that it
         is not tried again if it could not be reached."""
         if source.is_store_only:
             return self._store
-        known = self._announced.get(source) or self._holders.pop(source, None) or _Offer(source)
-        return offers.setdefault(source, known)
+        known = self._announced.get(source) or self._others.pop(source, None) or _Holder(source)
+        return holders.setdefault(source, known)
 
 
 def _are_those_of_a_slow_link(outcomes: Sequence[FetchOutcome]) -> bool:

@@ -1,6 +1,6 @@
 """How fast this node computes prompts, according to its engine; fetching a block has to be faster to be worth it."""
 
-from kv_connector.cost_gate import Rate
+from kvrelay.core.rate import Rate
 from kvrelay.engine.step_result import EngineLoad
 
 

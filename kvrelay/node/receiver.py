@@ -45,8 +45,8 @@ class ReceptionContext:
 
 
 class Receiver:
-    """The reception of one request: `offer` and `announce` say what is available, `end` that nothing more will come;
-    `run` fetches, in a task that `start` makes.
+    """The reception of one request: `add_holder` and `announce` say what is available, `end` that nothing more will
+    come; `run` fetches, in a task that `start` makes.
 
     `on_missing` gets the number of missing tokens when the announcing source has ended and no known source has them.
     `ends_at`: when the request ends, in loop time. A fetch takes at most half of what is left until then, so that the
@@ -74,9 +74,9 @@ class Receiver:
         self._pinned = True
         self._wake = asyncio.Event()
 
-    def offer(self, source: KVSource, num_blocks: int) -> None:
+    def add_holder(self, source: KVSource, num_blocks: int) -> None:
         """Notes that `source` holds the prompt's first `num_blocks` blocks. Another source will announce them, too."""
-        self._ladder.offer(source, num_blocks - self._first)
+        self._ladder.add_holder(source, num_blocks - self._first)
         self._wake.set()
 
     def announce(self, source: KVSource, num_blocks: int, *, ended: bool = False) -> None:

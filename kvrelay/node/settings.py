@@ -116,10 +116,11 @@ class NodeOptions(ProcessSettings):
     )
     max_num_mixed_tokens: Count = Field(
         default=0,
-        description="Most tokens computed in a step that also decodes: a smaller value makes decoding steadier while "
-        "prompts are computed, and delays those prompts' first tokens. If it is below max_num_batched_tokens, a prompt "
-        "takes at least four such steps, unless it is short. 0 is max_num_batched_tokens on a GPU; on a CPU it is 128, "
-        "or as many prompt tokens as make a step half as long again or 10 ms longer, by what earlier steps have taken.",
+        description="Tokens of a step that also decodes, decodes included; prompts get at least 16 of a step even if "
+        "that makes it larger. A smaller value makes decoding steadier while prompts are computed, and delays those "
+        "prompts' first tokens. If it is below max_num_batched_tokens, a prompt takes at least four such steps, unless "
+        "it is short. 0 is max_num_batched_tokens on a GPU; on a CPU it is 128, or more: as many prompt tokens as make "
+        "a step half as long again or 10 ms longer, by what earlier steps have taken.",
     )
     stream_interval: float = Field(
         default=0.008,

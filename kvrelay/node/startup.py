@@ -81,7 +81,7 @@ def _pool(settings: NodeSettings, identity: NodeIdentity, prepared: PreparedEngi
 def _build(prepared: PreparedEngine, pool: NodePool, core_share: CoreShare) -> Engine:
     """Builds the engine, which takes long where kernels are compiled and steps recorded."""
     return prepared.build(
-        pool.tensor, on_evict=pool.connector.retract, publish=True, publish_hits=pool.forgets, core_share=core_share
+        pool.tensor, retract=pool.connector.retract, publish=True, publish_hits=pool.forgets, core_share=core_share
     )
 
 

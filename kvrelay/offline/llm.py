@@ -92,7 +92,7 @@ class LLM:
         with devices_set_for(planned):
             prepared = prepare_engine(options, planned)
             kv_pool = allocate_pool(prepared.layout, prepared.size.num_blocks, prepared.device)
-            self._engine = prepared.build(kv_pool, on_evict=lambda block_ids: None, publish=False)
+            self._engine = prepared.build(kv_pool, retract=lambda block_ids: None, publish=False)
         self._device = prepared.device
         self.max_model_len = prepared.size.max_model_len
         self.vocab_size = prepared.loaded.config.vocab_size

@@ -44,7 +44,7 @@ class Harness:
     ) -> None:
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.late = LateRunner(self.runner)
-        self.evicted: list[int] = []
+        self.retracted: list[int] = []
         config = SchedulerConfig(
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
@@ -56,7 +56,7 @@ class Harness:
         self.engine = Engine(
             config,
             wrap(self.late if run_ahead else self.runner),
-            WatchedPool(num_blocks, self.late, on_evict=self.evicted.extend),
+            WatchedPool(num_blocks, self.late, retract=self.retracted.extend),
             NAMESPACE,
             eos_token_ids=eos,
             publish=publish,

@@ -49,8 +49,8 @@ class LateRunner:
 class WatchedPool(BlockPool):
     """A pool that checks that it hands out no block which a step in flight may touch."""
 
-    def __init__(self, num_blocks: int, runner: LateRunner, *, on_evict: Callable[[Sequence[int]], None]) -> None:
-        super().__init__(num_blocks, on_evict=on_evict)
+    def __init__(self, num_blocks: int, runner: LateRunner, *, retract: Callable[[Sequence[int]], None]) -> None:
+        super().__init__(num_blocks, retract=retract)
         self._runner = runner
 
     def allocate(self, count: int) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""A BlockPool that remembers what it has evicted, and names for its blocks."""
+"""A BlockPool that remembers what it has retracted, and names for its blocks."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ def name(number: int) -> BlockHash:
 
 
 class Pool(BlockPool):
-    """A pool that records which blocks were evicted, and under which names."""
+    """A pool that records which blocks were retracted, and under which names."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.evicted: list[tuple[int, BlockHash | None]] = []
-        super().__init__(num_blocks, on_evict=self._remember)
+        self.retracted: list[tuple[int, BlockHash | None]] = []
+        super().__init__(num_blocks, retract=self._remember)
 
     def _remember(self, block_ids: Sequence[int]) -> None:
-        self.evicted += [(block_id, self.hash_of(block_id)) for block_id in block_ids]
+        self.retracted += [(block_id, self.hash_of(block_id)) for block_id in block_ids]

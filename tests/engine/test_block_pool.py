@@ -31,7 +31,7 @@ def test_allocate_all_or_nothing() -> None:
     pool.release([*first, 3])
     pool.check_idle()
     assert pool.num_free == 4
-    assert pool.evicted == []
+    assert pool.retracted == []
 
 
 def test_an_empty_pool_has_nothing_to_give() -> None:
@@ -48,9 +48,9 @@ def test_unnamed_blocks_are_taken_before_cached_ones() -> None:
     pool.release(cached)
     pool.release(plain)
     assert sorted(take(pool, 2)) == sorted(plain)
-    assert pool.evicted == []
+    assert pool.retracted == []
     assert take(pool, 1) == [cached[1]]
-    assert pool.evicted == [(cached[1], name(2))]
+    assert pool.retracted == [(cached[1], name(2))]
 
 
 def test_tails_are_evicted_before_heads_and_old_before_new() -> None:
@@ -138,14 +138,14 @@ def test_nobody_finds_what_is_distrusted_though_it_is_held() -> None:
     pool.pin([pinned])
     pool.release([pinned, cached])
     pool.distrust(map(name, (1, 2, 3, 4)))
-    assert sorted(pool.evicted) == [(pinned, name(1)), (cached, name(2)), (held, name(3))], "peers find none of them"
+    assert sorted(pool.retracted) == [(pinned, name(1)), (cached, name(2)), (held, name(3))], "peers find none of them"
     assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
     assert pool.lookup([name(1)]) == [] and pool.is_distrusted(pinned)
     assert [pool.find(name(number)) for number in (1, 2, 3)] == [pinned, None, None], "its name is not free yet"
     pool.check_integrity()
     pool.distrust([name(1)])
     pool.unpin([pinned])
-    assert pool.evicted[3:] == [(pinned, name(1))] and pool.find(name(1)) is None, "what was published meanwhile"
+    assert pool.retracted[3:] == [(pinned, name(1))] and pool.find(name(1)) is None, "what was published meanwhile"
     assert (pool.drain_distrusted(), pool.drain_distrusted()) == ([name(1)], [])
     pool.release([held, unnamed])
     assert pool.drain_changes() == ([], []), "they came and went"
@@ -165,9 +165,9 @@ def test_a_block_stays_tainted_until_nobody_holds_it() -> None:
     assert pool.lookup([name(0), name(1)]) == [before]
     assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
     pool.check_integrity()
-    told = len(pool.evicted)
+    told = len(pool.retracted)
     pool.unpin([pinned])
-    assert pool.evicted[told:] == [(pinned, name(1))], "the transfer may have published it again"
+    assert pool.retracted[told:] == [(pinned, name(1))], "the transfer may have published it again"
     pool.unpin([pinned])
     pool.release([held])
     assert not pool.has_tainted(range(5)) and pool.num_free == 5
@@ -225,7 +225,7 @@ def test_what_is_pinned_keeps_its_name_when_all_else_is_evicted() -> None:
     pool.release(blocks)
     pool.release(take(pool, 3))
     assert pool.lookup([name(1), name(2)]) == blocks[:1]
-    assert {block_id for block_id, _ in pool.evicted} == set(blocks[1:])
+    assert {block_id for block_id, _ in pool.retracted} == set(blocks[1:])
     pool.unpin(blocks[:1])
     pool.check_idle()
 

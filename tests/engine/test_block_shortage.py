@@ -316,7 +316,7 @@ class _History:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.pool = BlockPool(16, on_evict=lambda block_ids: None)
+        self.pool = BlockPool(16, retract=lambda block_ids: None)
         self.sequence = Sequence(
             request("a", prompt_of(self.rng.randrange(40, 120), seed)),
             index=0,

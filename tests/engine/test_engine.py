@@ -277,7 +277,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:
     harness = Harness()
     runner = FailingRunner(64, BLOCK_SIZE)
     config = harness.engine.config
-    pool = BlockPool(64, on_evict=lambda block_ids: None)
+    pool = BlockPool(64, retract=lambda block_ids: None)
     harness.engine = Engine(config, runner, pool, NAMESPACE, eos_token_ids=(), publish=False)
     harness.engine.add(request("bad", [999, 1, 2]))
     harness.run()

@@ -88,7 +88,7 @@ def test_what_a_fault_has_left_is_not_found_again(run_ahead: bool) -> None:
         assert failed(harness) == (["bad"] if request_id == "bad" else [])
         harness.results.clear()
     assert harness.tokens["good", 0] == expected_output(PROMPT, 8)
-    assert harness.evicted, "nor by those who hold it under its name elsewhere"
+    assert harness.retracted, "nor by those who hold it under its name elsewhere"
     harness.engine.check_idle()
 
 
@@ -127,12 +127,12 @@ def test_what_is_being_published_is_not_found_and_is_forgotten_afterwards() -> N
     while busy:  # as `Harness.step` does, but for the pins
         result, busy = engine.step()
         pinned += [block.block_id for block in result.named] if result is not None else []
-    assert pinned and sorted(harness.evicted) == sorted(pinned), "peers get it no more"
+    assert pinned and sorted(harness.retracted) == sorted(pinned), "peers get it no more"
     engine.add(request("good", PROMPT))
     harness.run()
     assert harness.tokens["good", 0] == expected_output(PROMPT, 8), "it has blocks of its own"
     engine.unpin(pinned)
-    assert sorted(harness.evicted) == sorted(2 * pinned), "nor what was published since then"
+    assert sorted(harness.retracted) == sorted(2 * pinned), "nor what was published since then"
     harness.run()
     engine.check_idle()
 

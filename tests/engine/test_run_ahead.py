@@ -355,7 +355,7 @@ def test_a_model_samples_the_same_tokens(loaded: LoadedModel) -> None:
                 max_model_len=12 * BLOCK_SIZE,
             ),
             late if run_ahead else runner,
-            BlockPool(12, on_evict=lambda block_ids: None),
+            BlockPool(12, retract=lambda block_ids: None),
             NAMESPACE,
             eos_token_ids=model.eos_token_ids,
             publish=False,

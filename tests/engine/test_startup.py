@@ -109,7 +109,7 @@ def test_the_scheduler_has_the_limits_and_the_policy_of_the_options(tmp_path: Pa
     )
     prepared = prepare_engine(options)
     pool = allocate_pool(prepared.layout, prepared.size.num_blocks)
-    engine = prepared.build(pool, on_evict=lambda block_ids: None, publish=False)
+    engine = prepared.build(pool, retract=lambda block_ids: None, publish=False)
     assert engine.config == SchedulerConfig(
         block_size=8,
         max_num_seqs=3,

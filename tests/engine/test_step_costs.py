@@ -48,11 +48,11 @@ def test_ten_milliseconds_more_go_unnoticed(decode: float, cheap: int) -> None:
 
 
 @pytest.mark.parametrize(("decode", "cheap"), [(0.004, 100), (0.020, 200), (0.080, 800)])
-def test_on_lent_cores_a_step_may_take_twice_as_long(decode: float, cheap: int) -> None:
+def test_on_borrowed_cores_a_step_may_take_twice_as_long(decode: float, cheap: int) -> None:
     costs = StepCosts()
     costs.count(step(1), decode)
     costs.count(step(100), decode + 0.010)
-    assert costs.num_cheap_tokens(on_lent_cores=True) == pytest.approx(cheap, abs=1)
+    assert costs.num_cheap_tokens(on_borrowed_cores=True) == pytest.approx(cheap, abs=1)
 
 
 def test_steps_of_few_prompt_tokens_say_nothing_about_the_cost_of_one() -> None:
@@ -152,7 +152,7 @@ def test_beside_decodes_a_prompt_gets_at_least_the_tokens_that_are_cheap_unless_
 
 
 @pytest.mark.parametrize(
-    ("lent", "most", "limit", "chunks"),
+    ("borrowed", "most", "limit", "chunks"),
     [
         (False, 64, 0, [20] * 4 + [10]),
         (True, 64, 0, [40, 40, 10]),
@@ -161,7 +161,7 @@ def test_beside_decodes_a_prompt_gets_at_least_the_tokens_that_are_cheap_unless_
     ],
 )
 def test_a_prompt_that_yields_to_decodes_gets_the_tokens_that_are_cheap_and_no_more_unless_a_limit_is_given(
-    shares: tuple[CoreShare, CoreShare], lent: bool, most: int, limit: int, chunks: list[int]
+    shares: tuple[CoreShare, CoreShare], borrowed: bool, most: int, limit: int, chunks: list[int]
 ) -> None:
     ours, other = shares
     clock = ManualClock()
@@ -178,7 +178,7 @@ def test_a_prompt_that_yields_to_decodes_gets_the_tokens_that_are_cheap_and_no_m
     harness.step()
     harness.engine.add(request("before", prompt_of(16, 2), 1))
     harness.step()
-    if lent:
+    if borrowed:
         other.release()
     harness.engine.add(replace(request("prompt", prompt_of(90, 1), 2), yields_to_decodes=True))
     assert chunks_of(harness, "prompt") == chunks

@@ -1,22 +1,12 @@
 """When a store is asked for blocks: while that is faster than computing them, as far as both were measured."""
 
-from kv_connector.cost_gate import CostGate, Rate, is_worth_fetching
+from kv_connector.cost_gate import CostGate, is_worth_fetching
 
 
 def test_only_a_fetch_faster_than_computing_is_worth_it() -> None:
     assert is_worth_fetching(1000, bytes_per_second=1000.0, recompute_seconds=1.1)
     assert not is_worth_fetching(1000, bytes_per_second=1000.0, recompute_seconds=0.9)
     assert is_worth_fetching(1000, None, 0.0) and is_worth_fetching(1000, 1.0, None)
-
-
-def test_a_rate_is_the_weighted_average_of_its_samples() -> None:
-    rate = Rate()
-    rate.observe(0, 1.0)
-    rate.observe(1, 0.0)
-    assert rate.per_second is None
-    rate.observe(100, 1.0)
-    rate.observe(300, 1.0)
-    assert rate.per_second == 140
 
 
 def test_a_closed_gate_lets_one_fetch_in_sixteen_through_and_opens_when_that_is_fast() -> None:

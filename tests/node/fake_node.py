@@ -94,7 +94,7 @@ def make_node(
             max_model_len=NUM_BLOCKS * BLOCK_SIZE,
         ),
         runner or FakeRunner(NUM_BLOCKS, BLOCK_SIZE),
-        BlockPool(NUM_BLOCKS, on_evict=connector.retract),
+        BlockPool(NUM_BLOCKS, retract=connector.retract),
         namespace,
         eos_token_ids=(),
         publish=True,

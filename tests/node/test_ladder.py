@@ -28,7 +28,7 @@ def settle(ladder: Ladder, *outcomes: FetchOutcome) -> int:
 
 def test_the_announcing_source_goes_before_holders_and_these_before_the_store() -> None:
     ladder = Ladder(3)
-    ladder.offer(H, 2)
+    ladder.add_holder(H, 2)
     assert next_ask(ladder) == (H, (0, 1)), "nobody has announced anything yet"
     ladder.announce(P, 3)
     assert next_ask(ladder) == (P, (0, 1, 2))
@@ -43,12 +43,12 @@ def test_the_announcing_source_goes_before_holders_and_these_before_the_store() 
 
 def test_only_fetches_from_holders_that_announced_nothing_are_guesses() -> None:
     ladder = Ladder(2)
-    ladder.offer(H, 2)
-    ladder.offer(P, 2)
+    ladder.add_holder(H, 2)
+    ladder.add_holder(P, 2)
     ask = ladder.next()
     assert ask is not None and ask.is_guess
     ladder.announce(P, 2)
-    ladder.offer(P, 2)
+    ladder.add_holder(P, 2)
     ask = ladder.next()
     assert ask is not None and (ask.source, ask.is_guess) == (P, False)
     settle(ladder, MISSING, MISSING)
@@ -60,7 +60,7 @@ def test_only_fetches_from_holders_that_announced_nothing_are_guesses() -> None:
 def test_what_a_node_has_sent_behind_a_bad_block_is_requested_from_the_next_source() -> None:
     """It may have been computed from the first bad one. A missing one says nothing of those behind it."""
     ladder = Ladder(6)
-    ladder.offer(H, 6)
+    ladder.add_holder(H, 6)
     ladder.announce(P, 5)
     assert settle(ladder, MISSING, FETCHED, REFUSED, FETCHED, REFUSED) == 0
     ladder.announce(P, 6)
@@ -76,13 +76,13 @@ def test_so_is_what_the_node_has_sent_before() -> None:
     assert settle(ladder, MISSING) == 0, "the store"
     ladder.announce(P, 3)
     assert settle(ladder, REFUSED) == 0
-    ladder.offer(H, 3)
+    ladder.add_holder(H, 3)
     assert next_ask(ladder) == (H, (1, 2))
 
 
 def test_what_others_have_sent_behind_the_bad_block_of_a_node_is_kept() -> None:
     ladder = Ladder(3)
-    ladder.offer(H, 3)
+    ladder.add_holder(H, 3)
     assert settle(ladder, FETCHED, MISSING, FETCHED) == 1
     ladder.announce(P, 3)
     assert settle(ladder, REFUSED) == 0
@@ -101,14 +101,14 @@ def test_after_a_bad_block_from_the_store_only_that_block_is_requested_from_the_
 
 def test_a_source_that_could_not_be_reached_is_not_asked_again() -> None:
     ladder = Ladder(3)
-    ladder.offer(P, 1)
+    ladder.add_holder(P, 1)
     settle(ladder, FAILED)
     ladder.announce(P, 3)
     assert next_ask(ladder) == (None, (0, 1, 2))
     settle(ladder, FAILED, FAILED, FAILED)
     ladder.ask_store()
     assert ladder.next() is None
-    ladder.offer(P, 3)
+    ladder.add_holder(P, 3)
     assert ladder.next() is None, "nor when it is named again"
     restarted = KVSource("p", 2, "at-p")
     ladder.announce(restarted, 2)
@@ -127,7 +127,7 @@ def test_a_source_is_given_up_for_one_block_that_failed_whatever_became_of_those
 def test_a_source_whose_fetch_brought_only_some_blocks_in_its_time_is_asked_for_the_others() -> None:
     """The link is slow, but works: not to be given up, and no failure for the router to count against it."""
     ladder = Ladder(4)
-    ladder.offer(H, 4)
+    ladder.add_holder(H, 4)
     ladder.announce(P, 4)
     assert settle(ladder, FETCHED, FAILED, FETCHED, FAILED) == 1
     assert ladder.report(0).num_failed == 0
@@ -157,7 +157,7 @@ def test_a_source_that_is_slow_now_and_then_is_asked_once_more_each_time() -> No
 )
 def test_a_source_is_given_up_whose_fetch_failed_otherwise(outcomes: list[FetchOutcome]) -> None:
     ladder = Ladder(64)
-    ladder.offer(H, 64)
+    ladder.add_holder(H, 64)
     ladder.announce(P, 64)
     settle(ladder, *outcomes)
     ask = ladder.next()
@@ -166,7 +166,7 @@ def test_a_source_is_given_up_whose_fetch_failed_otherwise(outcomes: list[FetchO
 
 def test_a_holder_that_has_announced_nothing_gets_no_second_chance() -> None:
     ladder = Ladder(4)
-    ladder.offer(H, 4)
+    ladder.add_holder(H, 4)
     settle(ladder, FETCHED, FETCHED, FETCHED, FAILED)
     assert ladder.next() is None
 
@@ -189,7 +189,7 @@ def test_a_store_that_sends_several_bad_blocks_is_not_asked_again() -> None:
     assert settle(ladder, FETCHED, FETCHED) == 64
     assert next_ask(ladder) == (None, tuple(range(64, 128))), "two may be an accident"
     settle(ladder, REFUSED, *[FETCHED] * 63)
-    ladder.offer(H, 65)
+    ladder.add_holder(H, 65)
     assert settle(ladder, FETCHED) == 64
     assert ladder.next() is None, "the third one was one too many"
 
@@ -214,7 +214,7 @@ def test_the_store_is_not_asked_for_blocks_that_are_still_being_computed() -> No
 
 def test_an_announcement_takes_nothing_back() -> None:
     ladder = Ladder(3)
-    ladder.offer(P, 3)
+    ladder.add_holder(P, 3)
     ladder.ask_store()
     ladder.announce(P, 1)
     assert next_ask(ladder) == (P, (0, 1, 2)), "it was known to hold them before"
@@ -231,7 +231,7 @@ def test_only_what_a_store_lacks_is_no_failure() -> None:
 
 def test_a_source_without_an_endpoint_is_the_store() -> None:
     ladder = Ladder(2)
-    ladder.offer(KVSource("a", 1, ""), 1)
+    ladder.add_holder(KVSource("a", 1, ""), 1)
     assert next_ask(ladder) == (None, (0,))
     settle(ladder, MISSING)
     assert ladder.next() is None
@@ -252,14 +252,14 @@ def test_long_prefixes_are_requested_in_parts() -> None:
 def test_a_long_prefix_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once for every part of it: a prompt of a million tokens is fetched in a thousand."""
     num_blocks, asked = 6400, 0
-    has = ladder_module._Offer.has
+    has = ladder_module._Holder.has
 
-    def counted(offer: ladder_module._Offer, index: int) -> bool:
+    def counted(holder: ladder_module._Holder, index: int) -> bool:
         nonlocal asked
         asked += 1
-        return has(offer, index)
+        return has(holder, index)
 
-    monkeypatch.setattr(ladder_module._Offer, "has", counted)
+    monkeypatch.setattr(ladder_module._Holder, "has", counted)
     ladder = Ladder(num_blocks)
     ladder.announce(P, num_blocks)
     while (ask := ladder.next()) is not None:
@@ -271,7 +271,7 @@ def test_a_long_prefix_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -
 def test_the_search_ends_whatever_the_outcomes() -> None:
     for first, second, third in product(FetchOutcome, repeat=3):
         ladder = Ladder(4)
-        ladder.offer(H, 4)
+        ladder.add_holder(H, 4)
         ladder.announce(P, 3)
         ladder.ask_store()
         num_asks = 0

@@ -28,7 +28,7 @@ async def test_sources_are_asked_for_what_they_have_behind_the_blocks_that_were_
     async with reception(num_here=2) as case:
         await case.h.hold(case.reservation, 1)
         await case.p.hold(case.reservation, 3)
-        case.receiver.offer(case.h.source, 3)
+        case.receiver.add_holder(case.h.source, 3)
         task = asyncio.create_task(case.run())
         while not case.connector.fetches:
             await asyncio.sleep(0)
@@ -47,7 +47,7 @@ async def test_holders_are_asked_before_anything_is_announced() -> None:
         await case.p.hold(case.reservation, 5)
         task = asyncio.create_task(case.run())
         await asyncio.sleep(0)
-        case.receiver.offer(case.h.source, 3)
+        case.receiver.add_holder(case.h.source, 3)
         while case.connector.fetches != [("h", 3)]:
             assert not task.done(), "nobody was asked"
             await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_a_block_that_one_holder_lacks_comes_from_the_next() -> None:
         await case.h.hold(case.reservation, 2)
         case.p.lose(1)
         case.receiver.announce(case.p.source, 5)
-        case.receiver.offer(case.h.source, 2)
+        case.receiver.add_holder(case.h.source, 2)
         assert await case.run() == FetchReport(37, (("p", 4), ("h", 1)), num_missing=1)
         assert case.connector.fetches == [("p", 5), ("h", 1)], "the blocks behind it were kept"
         assert not case.refused
@@ -74,7 +74,7 @@ async def test_a_damaged_block_and_those_behind_it_come_from_the_next_holder_and
         await case.h.hold(case.reservation, 5)
         case.p.corrupt(1)
         case.receiver.announce(case.p.source, 5)
-        case.receiver.offer(case.h.source, 5)
+        case.receiver.add_holder(case.h.source, 5)
         assert await case.run() == FetchReport(37, (("p", 1), ("h", 4)), num_refused=1)
         assert case.connector.fetches == [("p", 5), ("h", 4)]
         assert case.refused == [RefusedBlock(case.p.source, case.reservation.missing[1].block_hash)]
@@ -99,7 +99,7 @@ async def test_of_two_holders_that_send_a_block_damaged_only_the_first_is_report
             await holder.hold(case.reservation, 5)
             holder.corrupt(1)
         case.receiver.announce(case.p.source, 5, ended=True)
-        case.receiver.offer(case.h.source, 5)
+        case.receiver.add_holder(case.h.source, 5)
         case.receiver.end()
         assert (await case.run()).num_refused == 2
         assert [refused.holder for refused in case.refused] == [case.p.source]
@@ -111,7 +111,7 @@ async def test_blocks_a_holder_was_found_to_lack_are_not_requested_from_it_unles
         await case.h.hold(case.reservation, 5)
         missing = case.reservation.missing
         absences.note(case.h.source, [missing[index].block_hash for index in (0, 1, 2, 3, 4)])
-        case.receiver.offer(case.h.source, 5)
+        case.receiver.add_holder(case.h.source, 5)
         case.receiver.end()
         assert (await case.run()).num_tokens == 0 and case.connector.fetches == [("", 5)]
     async with reception(absences=absences) as case:
@@ -144,7 +144,7 @@ async def test_blocks_that_a_holder_lacks_are_remembered() -> None:
         await case.h.hold(case.reservation, 5)
         case.h.lose(1, 3)
         case.h.corrupt(2)
-        case.receiver.offer(case.h.source, 5)
+        case.receiver.add_holder(case.h.source, 5)
         case.receiver.end()
         assert (await case.run()).fetched == (("h", 1),)
         names = [block.block_hash for block in case.reservation.missing]
@@ -156,7 +156,7 @@ async def test_a_holder_that_is_gone_is_asked_once() -> None:
         await case.p.close()
         await case.h.hold(case.reservation, 5)
         case.receiver.announce(case.p.source, 2)
-        case.receiver.offer(case.h.source, 5)
+        case.receiver.add_holder(case.h.source, 5)
         case.receiver.announce(case.p.source, 5)
         report = await case.run()
         assert report == FetchReport(37, (("h", 5),), num_failed=5)
@@ -167,7 +167,7 @@ async def test_a_holder_whose_fetches_raise_is_asked_once() -> None:
     async with reception() as case:
         case.connector.broken = {"p"}
         await case.h.hold(case.reservation, 5)
-        case.receiver.offer(case.h.source, 3)
+        case.receiver.add_holder(case.h.source, 3)
         case.receiver.announce(case.p.source, 3)
         task = asyncio.create_task(case.run())
         while len(case.connector.fetches) < 2:
@@ -204,7 +204,7 @@ async def test_blocks_that_nobody_has_announced_are_no_failure_of_a_source_that_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with reception() as case:
-        case.receiver.offer(case.h.source, 5)
+        case.receiver.add_holder(case.h.source, 5)
         case.receiver.end()
         assert (await case.run()).num_tokens == 0
     assert caplog.messages == []
@@ -213,7 +213,7 @@ async def test_blocks_that_nobody_has_announced_are_no_failure_of_a_source_that_
 async def test_a_holder_that_hangs_costs_one_timeout() -> None:
     async with reception(fetch_timeout=0.02) as case:
         case.connector.hung = {"p", "h"}
-        case.receiver.offer(case.h.source, 4)
+        case.receiver.add_holder(case.h.source, 4)
         case.receiver.announce(case.p.source, 5)
         case.receiver.end()
         report = await case.run()
@@ -251,7 +251,7 @@ async def test_a_holder_that_is_named_while_blocks_are_missing_is_asked_and_the_
         case.receiver.announce(case.p.source, 0, ended=True)
         task = asyncio.create_task(case.run())
         await case.told(37)
-        case.receiver.offer(case.h.source, 3)
+        case.receiver.add_holder(case.h.source, 3)
         assert (await task).fetched == (("h", 3),)
         assert case.missing == [37]
 

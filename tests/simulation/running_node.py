@@ -118,7 +118,7 @@ def _make_engine(config: NodeConfig, transport: NodeTransport, memory: memoryvie
             policy=config.policy,
         ),
         FailingRunner(late if config.run_ahead else runner, faults.step_fails, run_ahead=config.run_ahead),
-        WatchedPool(config.num_blocks, late, on_evict=transport.tiers.retract),
+        WatchedPool(config.num_blocks, late, retract=transport.tiers.retract),
         NAMESPACE,
         eos_token_ids=(EOS_TOKEN_ID,),
         publish=True,

@@ -126,6 +126,6 @@ class CoreShare:
         """Returns how many cores can be available at any time."""
         return self.num_cores if self.table is None else max(self.num_cores, self.table.num_cores)
 
-    def is_wanted(self) -> bool:
+    def prompts_wait_elsewhere(self) -> bool:
         """Tells whether prompts wait on another node, which computes them sooner with this one's cores."""
         return self.table is not None and self.table.prompts_wait_beside(self.entry)

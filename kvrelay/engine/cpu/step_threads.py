@@ -24,7 +24,7 @@ class StepThreads:
     `use_threads`."""
 
     def __init__(self, share: CoreShare | None = None, *, torch_multiplies: bool = False) -> None:
-        self.num_lent_steps = 0  # steps that began with more threads than the node's own
+        self.num_borrowing_steps = 0  # steps that began with more threads than the node's own
         self.num_threads = 0  # how many there were for the last step or layer; 0 before the first step
         self._share = share
         self._torch_multiplies = torch_multiplies
@@ -45,7 +45,7 @@ class StepThreads:
                     self._limit.begin()
             self._share.claim(prompts_wait=prompts_wait)
             self._use(self._share, self._share.available())
-            self.num_lent_steps += self.num_threads > self._share.num_cores
+            self.num_borrowing_steps += self.num_threads > self._share.num_cores
 
     def before_layer(self) -> None:
         """Adapts the number of threads within a step. Results do not depend on it, up to the rounding of matrix
@@ -71,13 +71,13 @@ class StepThreads:
         """Returns the name of the table through which nodes lend each other cores, nothing if this one shares none."""
         return "" if self._share is None else self._share.table_name
 
-    def has_lent_cores(self) -> bool:
+    def has_borrowed_cores(self) -> bool:
         """Tells whether a node that has claimed its cores may now use others as well."""
         return self._share is not None and self._share.available() > self._share.num_cores
 
-    def are_wanted(self) -> bool:
+    def prompts_wait_elsewhere(self) -> bool:
         """Tells whether prompts wait on another node, which computes them sooner with the cores of this one."""
-        return self._share is not None and self._share.is_wanted()
+        return self._share is not None and self._share.prompts_wait_elsewhere()
 
     def rest(self) -> None:
         """Gives the node's cores to other nodes and restores the thread's numbers of threads, as there is nothing to

@@ -30,14 +30,12 @@ def reads_tokens(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def seen_tokens(
-    params: SamplingParams, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int] = ()
-) -> SeenTokens | None:
-    """Returns what `adjust` reads of a sequence's tokens, None if it reads none. Only the repetition penalty regards
-    the prompt."""
+def seen_tokens(params: SamplingParams, prompt_token_ids: Iterable[int]) -> SeenTokens | None:
+    """Returns what `adjust` reads of a sequence's tokens, to which the output's are to be added; None if it reads none.
+    Only the repetition penalty regards the prompt."""
     if not reads_tokens(params):
         return None
-    return SeenTokens(prompt_token_ids if params.repetition_penalty != 1.0 else (), output_token_ids)
+    return SeenTokens(prompt_token_ids if params.repetition_penalty != 1.0 else ())
 
 
 def adjust(

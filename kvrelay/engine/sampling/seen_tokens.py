@@ -16,12 +16,11 @@ class SeenTokens:
     """The distinct tokens of a prompt and of the output so far. Penalties that disregard the prompt are given an empty
     one."""
 
-    def __init__(self, prompt_token_ids: Iterable[int] = (), output_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, prompt_token_ids: Iterable[int] = ()) -> None:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
         self._token_ids = np.fromiter(self._places, dtype=np.int64, count=len(self._places))
         self._counts = np.zeros_like(self._token_ids)
         self.num_output_tokens = 0
-        self.add(output_token_ids)
 
     @property
     def token_ids(self) -> Integers:

@@ -50,13 +50,13 @@ def test_cores_are_taken_and_given_back_between_layers(
     assert found == [2, 1, 1, 2]
     assert told == (found if torch_multiplies else [2, 2, 2, 2]), "our kernels look at the table themselves"
     threads.rest()
-    assert threads.num_lent_steps == 1
+    assert threads.num_borrowing_steps == 1
     other.claim()
     assert other.available() == 2
     threads.begin_step()
     assert threads.num_threads == 1
     threads.rest()
-    assert threads.num_lent_steps == 1
+    assert threads.num_borrowing_steps == 1
 
 
 def test_a_product_takes_and_leaves_threads_as_the_table_says(shares: tuple[CoreShare, CoreShare]) -> None:
@@ -112,7 +112,7 @@ def test_without_a_share_numbers_of_threads_never_change() -> None:
     threads.before_layer()
     threads.rest()
     assert num_threads() == torch.get_num_threads() == 2
-    assert threads.num_lent_steps == 0
+    assert threads.num_borrowing_steps == 0
 
 
 def test_the_callback_of_a_step_runs_once_when_its_layers_begin() -> None:
@@ -172,7 +172,7 @@ def test_an_engine_says_whether_prompts_wait_long_for_its_steps_alone(
         harness.engine.add(request(name, prompt_of(60, seed=ord(name)), 50))
     for _ in range(4):
         harness.step()
-        said.append(other.is_wanted())
+        said.append(other.prompts_wait_elsewhere())
     assert said == expected
     for name in "abcd":
         harness.engine.abort(name)

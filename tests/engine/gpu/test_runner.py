@@ -34,6 +34,7 @@ from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.logprobs import PROMPT_LOGPROB_ROWS
 from kvrelay.engine.sampling.penalties import changes_logits, seen_tokens
 from kvrelay.engine.sampling.sampler import SamplingRow
+from tests.engine.sampling.seen_after import seen_after
 
 META = torch.device("meta")
 LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
@@ -64,7 +65,7 @@ SAMPLED = SamplingParams(
     seed=1, top_p=0.9, top_k=5, min_p=0.1, logprobs=3, repetition_penalty=1.2, logit_bias=((3, 1.0),), min_tokens=9
 )
 LONG = SamplingRow(SAMPLED, 0, 1041, 41, seen_tokens(SAMPLED, range(1000)), fixed_edits(SAMPLED))  # 16 kB of penalties
-EDITED = SamplingRow(SAMPLED, 0, 41, 1, seen_tokens(SAMPLED, (1, 2, 3), (4, 5)), fixed_edits(SAMPLED))
+EDITED = SamplingRow(SAMPLED, 0, 41, 1, seen_after(SAMPLED, (1, 2, 3), (4, 5)), fixed_edits(SAMPLED))
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from kvrelay.core.generation.outputs import TokenLogprobs
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.logprobs import token_logprobs
-from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SamplingRow
 from tests.engine.sampling.reference import EOS, VOCAB_SIZE, adjusted, make_logits, probabilities_of
+from tests.engine.sampling.seen_after import seen_after
 
 
 def make_row(
@@ -26,7 +26,7 @@ def make_row(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
 ) -> SamplingRow:
-    seen = seen_tokens(params, prompt, output)
+    seen = seen_after(params, prompt, output)
     return SamplingRow(params, choice_index, position, len(output), seen, fixed_edits(params))
 
 

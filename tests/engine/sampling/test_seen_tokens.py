@@ -15,9 +15,10 @@ from torch import Tensor
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
-from kvrelay.engine.sampling.penalties import adjust, seen_tokens
+from kvrelay.engine.sampling.penalties import adjust
 from kvrelay.engine.sampling.sampler import SamplingRow
 from kvrelay.engine.sampling.seen_tokens import SeenTokens
+from tests.engine.sampling.seen_after import seen_after
 
 VOCAB_SIZE = 500
 EOS = (2, 7)
@@ -44,8 +45,8 @@ def assert_counted(seen: SeenTokens, prompt: Sequence[int], output: Sequence[int
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_are_counted_as_they_come(seed: int) -> None:
     rng = random.Random(seed)
-    prompt, output = tokens_of(rng, 300), tokens_of(rng, 10)
-    branches = [(SeenTokens(prompt, output), output)]
+    prompt = tokens_of(rng, 300)
+    branches: list[tuple[SeenTokens, list[int]]] = [(SeenTokens(prompt), [])]
     for _ in range(60):
         seen, output = rng.choice(branches)
         if rng.random() < 0.1:
@@ -97,7 +98,7 @@ def test_logits_have_the_bits_of_the_plain_formula(seed: int, penalties: dict[st
     num, fixed = len(output), fixed_edits(params)
     before, found = logits.clone(), logits.clone()
     adjust(before.numpy(), unpenalised, eos_token_ids=EOS, num_output_tokens=num, seen=None, fixed=fixed)
-    seen = seen_tokens(params, prompt, output)
+    seen = seen_after(params, prompt, output)
     restore = adjust(found.numpy(), params, eos_token_ids=EOS, num_output_tokens=num, seen=seen, fixed=fixed)
     assert torch.equal(found, plainly_penalised(before, params, prompt, output))
     restore()
@@ -108,7 +109,7 @@ def test_logits_have_the_bits_of_the_plain_formula(seed: int, penalties: dict[st
 @pytest.mark.parametrize("seed", range(5))
 def test_a_gpu_gets_each_changed_token_once(seed: int, penalties: dict[str, Any]) -> None:
     params, prompt, output = drawn(seed, penalties)
-    row = SamplingRow(params, 0, 0, len(output), seen_tokens(params, prompt, output), fixed_edits(params))
+    row = SamplingRow(params, 0, 0, len(output), seen_after(params, prompt, output), fixed_edits(params))
     plain = SamplingRow(SamplingParams(seed=1), 0, 0, 0)
     arrays = GpuSampler(EOS).arrays([plain, row, plain, row])
     starts, tokens, biases, amounts, flags = (

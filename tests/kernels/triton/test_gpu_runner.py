@@ -112,7 +112,7 @@ def speak(
     and output; a prompt's own log-probabilities are output -1."""
     most_tokens = LIMITS.max_num_batched_tokens
     config = SchedulerConfig(16, LIMITS.max_num_seqs, most_tokens, most_tokens, LIMITS.max_model_len)
-    pool = BlockPool(NUM_BLOCKS, on_evict=lambda block_ids: None)
+    pool = BlockPool(NUM_BLOCKS, retract=lambda block_ids: None)
     namespace = KVNamespace(bytes(32), "float32", "test", 16)
     engine = Engine(config, runner, pool, namespace, eos_token_ids=(), publish=False, run_ahead=run_ahead)
     found: dict[tuple[str, int], Spoken] = {}

@@ -15,8 +15,8 @@ from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
 from kvrelay.engine.runner import Runner
-from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.sampler import Sampler, SamplingRow
+from tests.engine.sampling.seen_after import seen_after
 from tests.engine.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -48,7 +48,7 @@ def generate(
     for _ in range(4):
         steps = []
         for index, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
-            seen = seen_tokens(PARAMS[index], prompt, output)
+            seen = seen_after(PARAMS[index], prompt, output)
             row = SamplingRow(PARAMS[index], 0, len(prompt) + len(output), len(output), seen)
             start = len(prompt) + len(output) - 1 if output else 20 * (1 - index)
             steps.append(ScheduledSequence((*prompt, *output)[start:], start, TABLES[index], (row,)))

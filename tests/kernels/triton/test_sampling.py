@@ -15,9 +15,9 @@ from kvrelay.engine.gpu.packed_arrays import PackedArrays
 from kvrelay.engine.gpu.sampler import GpuSampler
 from kvrelay.engine.sampling.fixed_edits import fixed_edits
 from kvrelay.engine.sampling.logprobs import token_logprobs_in_torch
-from kvrelay.engine.sampling.penalties import seen_tokens
 from kvrelay.engine.sampling.random_bits import Draw, Stream, gumbel, uniform
 from kvrelay.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SamplingRow
+from tests.engine.sampling.seen_after import seen_after
 
 VOCAB_SIZE = 1000
 EOS = (7, 900)
@@ -28,7 +28,7 @@ def make_row(index: int, **fields: Any) -> SamplingRow:
     chooser = random.Random(index)
     prompt = [chooser.randrange(VOCAB_SIZE) for _ in range(200)]
     output = [chooser.randrange(40) for _ in range(30)]
-    seen = seen_tokens(params, prompt, output)
+    seen = seen_after(params, prompt, output)
     return SamplingRow(params, index % 3, 230 + index, len(output), seen, fixed_edits(params))
 
 

@@ -306,9 +306,7 @@ async def test_a_pool_whose_file_somebody_removed_is_lost(tmp_path: Path, num_bl
 async def test_too_large_a_pool_names_the_remedies(tmp_path: Path) -> None:
     connector = SharedMemoryConnector(SharedMemorySettings(str(tmp_path)))
     huge = KVLayout(num_kv_heads=64, num_layers=64, block_size=64, head_dim=256, dtype="float32")
-    with pytest.raises(
-        ConfigurationError, match=r"needs [\d.]+ GiB .* has [\d.]+ .iB free: use fewer.*--shm-size"
-    ):
+    with pytest.raises(ConfigurationError, match=r"needs [\d.]+ GiB .* has [\d.]+ .iB free: use fewer.*--shm-size"):
         connector.allocate(huge, 1 << 20, node_id="huge", epoch=1)
     assert not files(tmp_path), "what it has created is gone"
     with pytest.raises(ConfigurationError, match="not a directory"):
