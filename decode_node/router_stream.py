@@ -53,7 +53,6 @@ class RouterStream:
         are sent even if there are none, as for a prompt of one token."""
         computed = pb.PromptComputed(
             num_cached_tokens=prompt.num_cached_tokens,
-            num_fetched_tokens=fetches.num_tokens,
             fetches=fetch_report_to_wire(fetches),
         )
         self.send(pb.DecodeEvent(request_id=prompt.request_id, prompt_computed=computed))

@@ -270,7 +270,6 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         self._node.engine_thread.post(lambda engine: engine.start(request_id, first_tokens))
         num_given_tokens = len(decode.request.given_token_ids)
         ready = pb.KVReady(
-            num_fetched_tokens=fetches.num_tokens,
             num_recomputed_tokens=num_given_tokens - reservation.num_cached_tokens - fetches.num_tokens,
             fetches=fetch_report_to_wire(fetches),
         )

@@ -203,7 +203,6 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
             first_tokens=[output_to_wire(first) for first in prefill.first_tokens],
             prompt_logprobs=prompt_logprobs_to_wire(prefill.prompt.prompt_logprobs),
             num_cached_tokens=prefill.prompt.num_cached_tokens,
-            num_fetched_tokens=prefill.fetches.num_tokens,
             fetches=fetch_report_to_wire(prefill.fetches),
         )
         prefill.finished = True

@@ -310,12 +310,15 @@ class FetchReport(google.protobuf.message.Message):
     NUM_MISSING_FIELD_NUMBER: builtins.int
     NUM_REFUSED_FIELD_NUMBER: builtins.int
     NUM_FAILED_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
     num_missing: builtins.int
     """blocks that a source did not have (any more)"""
     num_refused: builtins.int
     """blocks that did not pass verification"""
     num_failed: builtins.int
     """blocks whose source could not be reached in time"""
+    num_tokens: builtins.int
+    """prompt tokens of the leading blocks that came from other holders"""
     @property
     def fetched(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FetchedBlocks]: ...
     def __init__(
@@ -325,8 +328,9 @@ class FetchReport(google.protobuf.message.Message):
         num_missing: builtins.int = ...,
         num_refused: builtins.int = ...,
         num_failed: builtins.int = ...,
+        num_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fetched", b"fetched", "num_failed", b"num_failed", "num_missing", b"num_missing", "num_refused", b"num_refused"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetched", b"fetched", "num_failed", b"num_failed", "num_missing", b"num_missing", "num_refused", b"num_refused", "num_tokens", b"num_tokens"]) -> None: ...
 
 global___FetchReport = FetchReport
 

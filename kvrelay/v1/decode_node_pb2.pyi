@@ -300,23 +300,19 @@ class PromptComputed(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
-    NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
     FETCHES_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
     """prompt tokens found by name on this node"""
-    num_fetched_tokens: builtins.int
-    """prompt tokens fetched from other holders"""
     @property
     def fetches(self) -> kvrelay.v1.common_pb2.FetchReport: ...
     def __init__(
         self,
         *,
         num_cached_tokens: builtins.int = ...,
-        num_fetched_tokens: builtins.int = ...,
         fetches: kvrelay.v1.common_pb2.FetchReport | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fetches", b"fetches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "num_cached_tokens", b"num_cached_tokens"]) -> None: ...
 
 global___PromptComputed = PromptComputed
 
@@ -344,10 +340,8 @@ class KVReady(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     FETCHES_FIELD_NUMBER: builtins.int
-    num_fetched_tokens: builtins.int
     num_recomputed_tokens: builtins.int
     """tokens whose KV could not be fetched: this node computes them"""
     @property
@@ -355,12 +349,11 @@ class KVReady(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        num_fetched_tokens: builtins.int = ...,
         num_recomputed_tokens: builtins.int = ...,
         fetches: kvrelay.v1.common_pb2.FetchReport | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fetches", b"fetches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "num_fetched_tokens", b"num_fetched_tokens", "num_recomputed_tokens", b"num_recomputed_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "num_recomputed_tokens", b"num_recomputed_tokens"]) -> None: ...
 
 global___KVReady = KVReady
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/prefill_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\xb9\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x14\n\x0clease_ttl_ms\x18\x05 \x01(\x04\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12(\n\x07sources\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x1f\n\x17num_prior_output_tokens\x18\x08 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\t \x01(\r\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\"\xaa\x01\n\x0cPrefillEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillAcceptedH\x00\x12/\n\x08progress\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillProgressH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent\"#\n\x0fPrefillAccepted\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"/\n\x0fPrefillProgress\x12\x1c\n\x14num_published_blocks\x18\x01 \x01(\r\"\xdc\x01\n\x0fPrefillFinished\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_fetched_tokens\x18\x04 \x01(\r\x12(\n\x07\x66\x65tches\x18\x05 \x01(\x0b\x32\x17.kvrelay.v1.FetchReport\x12\x33\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsJ\x04\x08\x02\x10\x03\"7\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"0\n\x13RenewLeasesResponse\x12\x19\n\x11unknown_lease_ids\x18\x01 \x03(\t\")\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x17\n\x15ReleaseLeasesResponse2\xf6\x01\n\x0bPrefillNode\x12\x41\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x18.kvrelay.v1.PrefillEvent0\x01\x12N\n\x0bRenewLeases\x12\x1e.kvrelay.v1.RenewLeasesRequest\x1a\x1f.kvrelay.v1.RenewLeasesResponse\x12T\n\rReleaseLeases\x12 .kvrelay.v1.ReleaseLeasesRequest\x1a!.kvrelay.v1.ReleaseLeasesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/prefill_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\xb9\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x14\n\x0clease_ttl_ms\x18\x05 \x01(\x04\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12(\n\x07sources\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x1f\n\x17num_prior_output_tokens\x18\x08 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\t \x01(\r\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\"\xaa\x01\n\x0cPrefillEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillAcceptedH\x00\x12/\n\x08progress\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillProgressH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent\"#\n\x0fPrefillAccepted\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"/\n\x0fPrefillProgress\x12\x1c\n\x14num_published_blocks\x18\x01 \x01(\r\"\xc6\x01\n\x0fPrefillFinished\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12(\n\x07\x66\x65tches\x18\x05 \x01(\x0b\x32\x17.kvrelay.v1.FetchReport\x12\x33\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsJ\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05\"7\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"0\n\x13RenewLeasesResponse\x12\x19\n\x11unknown_lease_ids\x18\x01 \x03(\t\")\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x17\n\x15ReleaseLeasesResponse2\xf6\x01\n\x0bPrefillNode\x12\x41\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x18.kvrelay.v1.PrefillEvent0\x01\x12N\n\x0bRenewLeases\x12\x1e.kvrelay.v1.RenewLeasesRequest\x1a\x1f.kvrelay.v1.RenewLeasesResponse\x12T\n\rReleaseLeases\x12 .kvrelay.v1.ReleaseLeasesRequest\x1a!.kvrelay.v1.ReleaseLeasesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,15 +41,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLPROGRESS']._serialized_start=596
   _globals['_PREFILLPROGRESS']._serialized_end=643
   _globals['_PREFILLFINISHED']._serialized_start=646
-  _globals['_PREFILLFINISHED']._serialized_end=866
-  _globals['_RENEWLEASESREQUEST']._serialized_start=868
-  _globals['_RENEWLEASESREQUEST']._serialized_end=923
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=925
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=973
-  _globals['_RELEASELEASESREQUEST']._serialized_start=975
-  _globals['_RELEASELEASESREQUEST']._serialized_end=1016
-  _globals['_RELEASELEASESRESPONSE']._serialized_start=1018
-  _globals['_RELEASELEASESRESPONSE']._serialized_end=1041
-  _globals['_PREFILLNODE']._serialized_start=1044
-  _globals['_PREFILLNODE']._serialized_end=1290
+  _globals['_PREFILLFINISHED']._serialized_end=844
+  _globals['_RENEWLEASESREQUEST']._serialized_start=846
+  _globals['_RENEWLEASESREQUEST']._serialized_end=901
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=903
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=951
+  _globals['_RELEASELEASESREQUEST']._serialized_start=953
+  _globals['_RELEASELEASESREQUEST']._serialized_end=994
+  _globals['_RELEASELEASESRESPONSE']._serialized_start=996
+  _globals['_RELEASELEASESRESPONSE']._serialized_end=1019
+  _globals['_PREFILLNODE']._serialized_start=1022
+  _globals['_PREFILLNODE']._serialized_end=1268
 # @@protoc_insertion_point(module_scope)

@@ -136,13 +136,10 @@ class PrefillFinished(google.protobuf.message.Message):
 
     FIRST_TOKENS_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
-    NUM_FETCHED_TOKENS_FIELD_NUMBER: builtins.int
     FETCHES_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
     """prompt tokens found by name on this node"""
-    num_fetched_tokens: builtins.int
-    """prompt tokens fetched from other holders"""
     @property
     def first_tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvrelay.v1.common_pb2.TokenOutput]:
         """one per output sequence"""
@@ -158,12 +155,11 @@ class PrefillFinished(google.protobuf.message.Message):
         *,
         first_tokens: collections.abc.Iterable[kvrelay.v1.common_pb2.TokenOutput] | None = ...,
         num_cached_tokens: builtins.int = ...,
-        num_fetched_tokens: builtins.int = ...,
         fetches: kvrelay.v1.common_pb2.FetchReport | None = ...,
         prompt_logprobs: kvrelay.v1.common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fetches", b"fetches", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "first_tokens", b"first_tokens", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "first_tokens", b"first_tokens", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
 
 global___PrefillFinished = PrefillFinished
 

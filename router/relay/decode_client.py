@@ -254,11 +254,11 @@ def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:
             return Admitted()
         case "prompt_computed":
             computed = message.prompt_computed
-            fetches = fetch_report_from_wire(computed.fetches, num_tokens=computed.num_fetched_tokens)
+            fetches = fetch_report_from_wire(computed.fetches)
             return PromptComputed(computed.num_cached_tokens, fetches)
         case "kv_ready":
             ready = message.kv_ready
-            fetches = fetch_report_from_wire(ready.fetches, num_tokens=ready.num_fetched_tokens)
+            fetches = fetch_report_from_wire(ready.fetches)
             return KVReady(ready.num_recomputed_tokens, fetches)
         case "kv_missing":
             return KVMissing(message.kv_missing.num_missing_tokens)

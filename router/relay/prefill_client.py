@@ -291,5 +291,5 @@ def _finished_from_wire(message: pb.PrefillFinished) -> PrefillFinished:
         first_tokens=tuple(output_from_wire(output) for output in message.first_tokens),
         prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs),
         num_cached_tokens=message.num_cached_tokens,
-        fetches=fetch_report_from_wire(message.fetches, num_tokens=message.num_fetched_tokens),
+        fetches=fetch_report_from_wire(message.fetches),
     )

@@ -149,7 +149,7 @@ async def test_the_router_is_told_how_much_was_here_how_much_was_fetched_and_how
         router.send(admit("a"), pb.DecodeCommand(pull=pull), start("a", [TokenOutput(0, (1,))]))
         admitted, ready = await router.event(), await router.event()
         assert (admitted.request_id, admitted.HasField("admitted")) == ("a", True)
-        assert (ready.request_id, ready.kv_ready.num_fetched_tokens) == ("a", BLOCK_SIZE)
+        assert (ready.request_id, ready.kv_ready.fetches.num_tokens) == ("a", BLOCK_SIZE)
         assert ready.kv_ready.num_recomputed_tokens == len(PROMPT) - 2 * BLOCK_SIZE
         await router.close()
         await node.check_idle()
@@ -354,7 +354,7 @@ async def test_missing_blocks_are_reported_to_the_router_which_names_a_source_or
         assert (missing.request_id, missing.kv_missing.num_missing_tokens) == ("a", len(PROMPT))
         router.send(pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True)))
         ready = (await router.event()).kv_ready
-        assert (ready.num_fetched_tokens, ready.num_recomputed_tokens) == (0, len(PROMPT))
+        assert (ready.fetches.num_tokens, ready.num_recomputed_tokens) == (0, len(PROMPT))
         assert ready.fetches.num_failed == 5 and not ready.fetches.fetched
         tokens: list[int] = []
         while len(tokens) < 2:

@@ -146,7 +146,7 @@ async def test_the_first_tokens_of_all_outputs_come_together_with_where_the_prom
             async with aclosing(service.Prefill(prompt, NO_CONTEXT)) as events:
                 [finished] = [event.finished async for event in events if event.HasField("finished")]
         assert [first.index for first in finished.first_tokens] == [0, 1, 2]
-        assert (finished.num_cached_tokens, finished.num_fetched_tokens) == (BLOCK_SIZE, BLOCK_SIZE)
+        assert (finished.num_cached_tokens, finished.fetches.num_tokens) == (BLOCK_SIZE, BLOCK_SIZE)
         assert [(origin.node_id, origin.num_blocks) for origin in finished.fetches.fetched] == [("h", 1)]
         await release(service, "before", "a")
         await node.check_idle()

@@ -170,7 +170,7 @@ class PrefillCall:
         finished = prefill_node_pb2.PrefillFinished(
             first_tokens=[output_to_wire(output) for output in first_tokens],
             num_cached_tokens=num_cached_tokens,
-            num_fetched_tokens=num_fetched_tokens,
+            fetches=common_pb2.FetchReport(num_tokens=num_fetched_tokens),
         )
         self.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
 
@@ -303,7 +303,8 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         recomputed: int = 0,
         fetches: common_pb2.FetchReport | None = None,
     ) -> None:
-        event = decode_node_pb2.KVReady(num_fetched_tokens=fetched, num_recomputed_tokens=recomputed, fetches=fetches)
+        event = decode_node_pb2.KVReady(num_recomputed_tokens=recomputed, fetches=fetches)
+        event.fetches.num_tokens = fetched
         self.send(decode_node_pb2.DecodeEvent(request_id=request_id, kv_ready=event))
 
     def tokens(self, request_id: str, output: TokenOutput) -> None:

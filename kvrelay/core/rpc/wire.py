@@ -280,8 +280,8 @@ def refused_from_wire(message: node_pb2.RefusedBlock) -> RefusedBlock:
 
 
 def fetch_report_to_wire(report: FetchReport) -> common_pb2.FetchReport:
-    """Leaves out `num_tokens`, which the messages that contain a report have as a field of their own."""
     return common_pb2.FetchReport(
+        num_tokens=report.num_tokens,
         fetched=[common_pb2.FetchedBlocks(node_id=node_id, num_blocks=count) for node_id, count in report.fetched],
         num_missing=report.num_missing,
         num_refused=report.num_refused,
@@ -289,9 +289,9 @@ def fetch_report_to_wire(report: FetchReport) -> common_pb2.FetchReport:
     )
 
 
-def fetch_report_from_wire(message: common_pb2.FetchReport, *, num_tokens: int) -> FetchReport:
+def fetch_report_from_wire(message: common_pb2.FetchReport) -> FetchReport:
     return FetchReport(
-        num_tokens,
+        message.num_tokens,
         tuple((entry.node_id, entry.num_blocks) for entry in message.fetched),
         num_missing=message.num_missing,
         num_refused=message.num_refused,
