@@ -15,6 +15,7 @@ import pytest
 from kvrelay.bench.arrivals import gamma_arrivals
 from kvrelay.bench.base import Answer, Failure, Prompt, RequestRecord, Send
 from kvrelay.bench.knee import find_knee
+from kvrelay.bench.load import MAX_READY
 from kvrelay.bench.offered import Offered
 from kvrelay.bench.plan import Plan, plans_of
 from kvrelay.bench.prompts import PromptBuilder, Vocabulary
@@ -22,7 +23,7 @@ from kvrelay.bench.report import render, render_sweep
 from kvrelay.bench.result import RunResult
 from kvrelay.bench.run import Runner
 from kvrelay.bench.settings import BenchSettings, LatencyBenchSettings, ServeBenchSettings, SweepBenchSettings
-from kvrelay.bench.workloads import Session
+from kvrelay.bench.workloads import STEADY, Session
 from tests.bench.records import record, run_of
 from tests.simulation.virtual_loop import VirtualClock, VirtualLoop, run_virtual
 
@@ -61,6 +62,17 @@ class Server:
 
     async def close(self) -> None:
         """Does nothing: there is no connection."""
+
+
+class RefusingServer(Server):
+    """A server that refuses the first request."""
+
+    _has_refused = False
+
+    async def _answer(self, max_tokens: int, answer: Answer) -> None:
+        await super()._answer(max_tokens, answer)
+        if not self._has_refused:
+            self._has_refused, answer.failure = True, Failure("http 429", "")
 
 
 def results_of(
@@ -197,13 +209,33 @@ def test_the_rate_that_was_drawn_is_told_beside_the_one_that_was_asked_for() -> 
     assert note in render(results[0], None)
 
 
-def test_a_trace_offers_its_own_rate(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    lines = ({"timestamp": at, "input_length": 8, "output_length": 4, "hash_ids": [at]} for at in (0, 900, 500))
+def trace_of(*times: int, folder: Path) -> Path:
+    """Writes a trace of requests at these milliseconds, in this order."""
+    trace = folder / "trace.jsonl"
+    lines = ({"timestamp": at, "input_length": 8, "output_length": 4, "hash_ids": [at]} for at in times)
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return trace
+
+
+def test_a_trace_offers_its_own_rate(tmp_path: Path) -> None:
+    trace = trace_of(0, 900, 500, folder=tmp_path)
     [result] = results_of(ServeBenchSettings(workload="trace", trace=trace, speedup=2.0), twenty_per_second)
     assert result.offered == Offered(2 / 0.45, None, num_arrived=3, num_unfinished=1, was_sustained=True)
     assert "4.44 requests or conversations arrived per second\n" in render(result, None)
+
+
+def test_a_request_is_sent_at_its_time_however_many_later_ones_stand_before_it_in_a_trace(tmp_path: Path) -> None:
+    trace = trace_of(0, *range(1000, 1000 + MAX_READY), 500, folder=tmp_path)
+    [result] = results_of(ServeBenchSettings(workload="trace", trace=trace), lambda: Server(places=EVER, step=0.02))
+    assert result.summary.latest_start == 0.0
+
+
+def test_a_stream_that_was_refused_asks_again_after_a_second() -> None:
+    settings = ServeBenchSettings(workload="mixed", streams=1, duration=5.0, long_every=60.0, **SHORT)
+    [result] = results_of(settings, lambda: RefusingServer(places=EVER, step=0.02))
+    refused, again, *_ = (one for one in result.records if one.kind == STEADY)
+    assert refused.failure is not None and again.failure is None
+    assert again.sent - refused.finished == 1.0
 
 
 def test_what_had_not_arrived_at_an_interrupt_was_not_offered() -> None:
@@ -243,6 +275,14 @@ def test_a_request_has_not_ended_before_it_has_failed() -> None:
     hung = replace(quick[0], finished=9.0, failure=Failure("timeout", ""))
     found = Offered.of(sessions, [hung, *quick[1:]], asked_rate=1.0)
     assert found is not None and found.num_unfinished == 2
+
+
+def test_longer_outputs_alone_are_no_backlog() -> None:
+    sessions, records = each_second(*[1.0] * 12, *[5.0] * 4)
+    longer = [replace(one, num_output_tokens=5) for one in records[12:]]
+    for last, was_sustained in ((records[12:], False), (longer, True)):
+        found = Offered.of(sessions, [*records[:12], *last], asked_rate=1.0)
+        assert found is not None and found.was_sustained == was_sustained
 
 
 def test_later_requests_may_take_longer() -> None:

@@ -171,6 +171,8 @@ def test_chat_applies_the_template_to_one_conversation_or_several(llm: LLM) -> N
     sampling = replace(GREEDY, max_tokens=16)
     [one] = llm.chat(question, sampling, progress=False)
     assert one.outputs[0].text == "The capital of Italy is Rome."
+    assert one.prompt is not None
+    assert list(one.prompt_token_ids) == llm.tokenizer.encode_now(one.prompt, add_special_tokens=False)
     assert [each.outputs for each in llm.chat([question, question], sampling, progress=False)] == [one.outputs] * 2
     with pytest.raises(InvalidRequestError, match="not both at once"):
         llm.chat([*question, question], sampling, progress=False)  # type: ignore[arg-type]

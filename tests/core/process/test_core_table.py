@@ -111,6 +111,12 @@ def test_without_a_table_a_node_has_its_own() -> None:
     assert share.available() == 3
 
 
+def test_a_node_of_more_threads_than_there_are_cores_can_use_all_of_them(descriptor: int) -> None:
+    share = CoreShare(8, CoreTable(descriptor))
+    share.claim()
+    assert (share.available(), share.most()) == (8, 8)
+
+
 def test_entries_do_not_touch(descriptor: int) -> None:
     table = CoreTable(descriptor)
     table.claim(1, 65535)
@@ -144,17 +150,17 @@ def test_nodes_that_change_their_claims_at_the_same_time_leave_the_right_limits(
             assert [table.cores_of(entry) for entry in range(2)] == [cores_of(entry, claims, 4) for entry in range(2)]
 
 
-def test_a_node_is_wanted_while_prompts_wait_on_another(descriptor: int) -> None:
+def test_a_node_sees_that_prompts_wait_on_another(descriptor: int) -> None:
     ours, other = (CoreShare(2, CoreTable(descriptor), entry) for entry in range(2))
     other.claim()
     ours.claim(prompts_wait=True)
-    assert (ours.is_wanted(), other.is_wanted()) == (False, True)
+    assert (ours.prompts_wait_elsewhere(), other.prompts_wait_elsewhere()) == (False, True)
     ours.claim()
-    assert not other.is_wanted()
+    assert not other.prompts_wait_elsewhere()
     ours.claim(prompts_wait=True)
     CoreTable(descriptor).claim(0, 0)  # it has ended
-    assert not other.is_wanted()
-    assert not CoreShare(2).is_wanted()
+    assert not other.prompts_wait_elsewhere()
+    assert not CoreShare(2).prompts_wait_elsewhere()
 
 
 @pytest.mark.parametrize("started", [0.0, 2**16 - 9.0])
@@ -162,12 +168,12 @@ def test_prompts_of_a_node_that_has_stopped_wait_for_a_while_only(descriptor: in
     clock = ManualClock()
     clock.seconds = started
     ours, other = (CoreShare(2, CoreTable(descriptor, clock.now), entry) for entry in range(2))
-    assert not other.is_wanted(), "a table begins without any"
+    assert not other.prompts_wait_elsewhere(), "a table begins without any"
     ours.claim(prompts_wait=True)
     clock.seconds += 14.0
-    assert other.is_wanted()
+    assert other.prompts_wait_elsewhere()
     ours.claim(prompts_wait=True)
     clock.seconds += 14.0
-    assert other.is_wanted(), "it has said so again"
+    assert other.prompts_wait_elsewhere(), "it has said so again"
     clock.seconds += 2.0
-    assert not other.is_wanted()
+    assert not other.prompts_wait_elsewhere()

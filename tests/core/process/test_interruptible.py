@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 SCRIPT = """
 import os, signal
 from kvrelay.core.process.interruptible import interruptible_imports
@@ -13,7 +14,7 @@ signal.signal(signal.SIGINT, signal.{before})
 try:
     with interruptible_imports():
         try:
-            os.kill(os.getpid(), signal.SIGINT)
+            {importing}
         except BaseException:  # as compiled modules and callbacks do
             print("swallowed")
         print("imported")
@@ -53,12 +54,18 @@ def test_a_process_ends_with_its_status_or_that_of_an_interrupt(body: str, statu
 
 
 @pytest.mark.parametrize(
-    ("before", "status", "output"), [("default_int_handler", 130, ""), ("SIG_IGN", 0, "imported\ngoes on\n")]
+    ("before", "importing", "status", "output"),
+    [
+        ("default_int_handler", INTERRUPT, 130, ""),
+        ("default_int_handler", "pass", 0, "imported\ninterrupted\n"),
+        ("SIG_IGN", INTERRUPT, 0, "imported\ngoes on\n"),
+    ],
 )
-def test_an_interrupt_ends_the_process_unless_it_is_ignored(before: str, status: int, output: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(before=before)], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_an_interrupt_ends_the_process_only_while_it_imports_and_unless_it_is_ignored(
+    before: str, importing: str, status: int, output: str
+) -> None:
+    script = SCRIPT.format(before=before, importing=importing)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, output, "")
 
 

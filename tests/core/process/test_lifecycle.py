@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.process.lifecycle import StopSignals
+from kvrelay.core.process.lifecycle import StopSignals, on_stdin_closed
 
 READY = """
 import gc
@@ -101,6 +101,19 @@ async def test_a_supervised_process_hurries_when_it_is_asked_in_both_ways(
             await (signals.hurry if signal_first else signals.stop).wait()
             await signalled(signal.SIGTERM)
             assert signals.hurry.is_set()
+
+
+async def test_the_end_of_standard_input_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays readable: a process that drains would look at it in every turn of its loop."""
+    reader, writer = os.pipe()
+    os.close(writer)
+    with os.fdopen(reader) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        ended = asyncio.Event()
+        on_stdin_closed(ended.set)
+        async with asyncio.timeout(10.0):
+            await ended.wait()
+        assert not asyncio.get_running_loop().remove_reader(reader), "nothing looks at it any more"
 
 
 async def test_a_standard_input_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

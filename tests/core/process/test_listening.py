@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kvrelay.core.errors import ConfigurationError
-from kvrelay.core.process.listening import address_of, bound_socket, check_port, numeric_address
+from kvrelay.core.process.listening import address_of, bound_socket, check_port, is_loopback, numeric_address
 from tests.name_service import give_addresses
 
 
@@ -68,6 +68,13 @@ def test_of_a_name_that_is_also_of_loopback_the_address_that_others_reach_counts
 ) -> None:
     give_addresses(monkeypatch, "here.example", "127.0.1.1", "fd00::2", "10.0.0.2")
     assert numeric_address("here.example") == "10.0.0.2"
+    give_addresses(monkeypatch, "six.example", "127.0.1.1", "fd00::2")
+    assert numeric_address("six.example") == "fd00::2"
+
+
+def test_of_names_localhost_alone_is_known_to_be_loopback() -> None:
+    hosts = ("localhost", "127.0.1.1", "::1", "here.example", "10.0.0.2", "::")
+    assert [host for host in hosts if is_loopback(host)] == ["localhost", "127.0.1.1", "::1"]
 
 
 def test_an_address_or_an_unknown_name_stands_for_itself() -> None:

@@ -136,6 +136,22 @@ def test_what_was_left_unfinished_is_given_back(store: WeightStore) -> None:
         assert store.note() == b""
 
 
+def test_a_node_that_dies_before_its_note_is_complete_leaves_none(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+
+    def die_after(descriptor: int, data: bytes, offset: int) -> int:
+        write(descriptor, data, offset)
+        raise KeyboardInterrupt
+
+    store.clear()
+    monkeypatch.setattr(os, "pwrite", die_after)
+    with pytest.raises(KeyboardInterrupt):
+        store.complete(b"of a node")
+    assert store.note() == b""
+
+
 def test_a_note_that_does_not_fit_before_the_weights_is_refused(store: WeightStore) -> None:
     for note in (b"", bytes(store.WEIGHTS_OFFSET)):
         with pytest.raises(ValueError, match="does not fit"):

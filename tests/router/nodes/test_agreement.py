@@ -8,8 +8,8 @@ from kvrelay.core.kv.block_hash import KVNamespace
 from kvrelay.core.kv.endpoints import Endpoints
 from kvrelay.core.kv.layout import KVLayout
 from kvrelay.core.kv.source import KVSource
-from kvrelay.core.node_report import NodeDescription
-from router.nodes.agreement import difference
+from kvrelay.core.node_report import NodeDescription, NodeRole
+from router.nodes.agreement import difference, misfit
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"
 
@@ -64,3 +64,12 @@ def test_other_scales_are_told_apart_from_another_arrangement() -> None:
     )
     arrangements = "hl2td/2x3x2x4x16/float8_e4m3fn, not hl2td/2x3x2x4x8/float8_e4m3fn"
     assert difference(wider, ours) == f"KV layout is {arrangements}"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"), [(b"a", b"a", True), (b"a", b"", True), (b"", b"a", True), (b"a", b"b", False)]
+)
+def test_vocabularies_are_compared_if_both_are_known(ours: bytes, theirs: bytes, fits: bool) -> None:
+    """A router whose model has no tokenizer.json does not know its own."""
+    found = replace(node("redis"), role=NodeRole.DECODE, vocabulary=theirs)
+    assert (misfit(found, NodeRole.DECODE, ours) is None) == fits

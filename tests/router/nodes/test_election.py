@@ -13,8 +13,9 @@ from kvrelay.core.outages import Outages
 from router.nodes import election
 from router.nodes.agreement import difference
 from router.nodes.election import VOTE_SECONDS, elect
+from router.nodes.fit import check_fit
 from router.nodes.links import Links
-from router.nodes.node import NodeHandle
+from router.nodes.node import NodeHandle, NodeState
 from router.nodes.outlier import Outlier
 from tests.router.scripted_nodes import NAMESPACE
 
@@ -77,6 +78,13 @@ def test_nodes_that_all_fit_are_compared_once_each(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(election, "difference", counted)
     assert winner(*(node(f"node-{number}", 8) for number in range(64))) == "node-0"
     assert compared <= 2 * 64
+
+
+def test_a_node_that_drains_keeps_out_nobody_who_fits_the_live_ones() -> None:
+    """As when the nodes of a cluster are replaced one by one: a new one is live before an old one has ended."""
+    new, old, joins = node("new", 8), node("old", 4), node("joins", 8)
+    new.state, old.state = NodeState.LIVE, NodeState.DRAINING
+    check_fit(joins, [new, old, joins], now=NOW)
 
 
 def test_of_two_halves_the_one_with_the_first_node_wins() -> None:

@@ -189,6 +189,17 @@ async def test_an_output_that_ends_clears_the_failures_of_its_decode_node() -> N
         assert not node.outlier.is_ejected
 
 
+async def test_an_output_that_ended_at_the_process_before_clears_nothing() -> None:
+    """A client may take the end of an answer long after its node has computed it."""
+    async with cluster(num_prefill_nodes=0, silence=30.0) as nodes:
+        [node] = nodes.registry.decode
+        for _ in range(4):
+            node.outlier.failed(KVRelayError("out of luck"))
+        node.succeeded(replace(node.source, epoch=0))
+        node.outlier.failed(KVRelayError("out of luck"))
+        assert node.outlier.is_ejected
+
+
 @pytest.mark.parametrize("fails_early", [True, False])
 async def test_a_prefill_that_fails_counts_against_its_node_and_a_first_token_clears_that(fails_early: bool) -> None:
     async with cluster(silence=30.0) as nodes:

@@ -72,6 +72,9 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         await until(lambda: nodes.registry.prefill[0].load.num_leases == 3)
         assert value("kv_cache_usage_perc") == 0.25
         assert value("node_leases_ended_total", how="released") == 7, "kept: a message without counters says nothing"
+        await nodes.prefill.stop()
+        await until(lambda: prefill.state is NodeState.LOST)
+        assert value("node_links_broken", node="decode-0", role="decode") == 0, "what is broken is that node"
 
 
 async def test_each_number_of_a_node_is_under_its_own_name() -> None:

@@ -358,7 +358,7 @@ async def test_a_refused_node_that_has_ended_is_lost(caplog: pytest.LogCaptureFi
             assert f"({prefill.address}) is refused: role is decode" in caplog.text
             assert f"({prefill.address}) is refused: Connection" not in caplog.text
             await prefill.start()
-            await until(lambda: handle.state is NodeState.REFUSED)
+            await until(lambda: caplog.text.count(f"({prefill.address}) is refused: role is decode") == 2)
 
 
 async def test_a_node_that_is_not_there_is_found_when_it_comes() -> None:
