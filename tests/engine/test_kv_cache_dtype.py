@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrelay.core.errors import ConfigurationError, ModelLoadError
 from kvrelay.engine.kv_cache_dtype import choose_kv_scales, kv_layout, scales_digest
-from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales, largest_values
+from kvrelay.engine.loading.calculated_kv_scales import calculate_kv_scales, largest_keys, largest_values
 from kvrelay.engine.loading.checkpoint import open_checkpoint
 from kvrelay.engine.loading.loader import LoadedModel, load_model
 from kvrelay.engine.options import EngineOptions
@@ -94,6 +94,28 @@ def test_the_bound_is_reached_by_the_input_that_points_along_a_row(llama: Path) 
     value = rows @ (longest * 64**0.5 / longest.norm())
     bound = largest_values(loaded.checkpoint.tensors(), loaded.config, 2)[1]
     torch.testing.assert_close(value.abs().max(), bound)
+
+
+def test_a_bias_counts_in_the_bound(tmp_path: Path) -> None:
+    directory = make_tiny_model("qwen2", tmp_path)
+    config, size = _load(directory).config, NUM_KV_HEADS * 16
+    bounds = []
+    for bias in (0.0, -100.0):
+        _add(directory, {f"1.self_attn.{name}.bias": torch.full((size,), bias) for name in ("k_proj", "v_proj")})
+        tensors = open_checkpoint(directory).tensors()
+        bounds.append((largest_keys(tensors, config, 1), largest_values(tensors, config, 1)))
+    (keys, values), (biased_keys, biased_values) = bounds
+    torch.testing.assert_close(biased_values - values, torch.full_like(values, 100.0))
+    assert bool((biased_keys > keys + 100.0).all()), "two of them are rotated into each other"
+
+
+def test_keys_that_yarn_stretches_are_bounded_as_stretched(tmp_path: Path) -> None:
+    loaded = _load(make_tiny_model("llama-rope-yarn", tmp_path))
+    factor = loaded.config.rope.attention_factor
+    assert factor > 1
+    plain = replace(loaded.config, rope=replace(loaded.config.rope, attention_factor=1.0))
+    stretched, found = (largest_keys(loaded.checkpoint.tensors(), config, 0) for config in (loaded.config, plain))
+    torch.testing.assert_close(stretched, found * factor)
 
 
 def test_an_engine_that_starts_again_has_the_same_scales_whatever_it_computes_with(llama: Path) -> None:
@@ -179,6 +201,7 @@ def test_one_scale_may_be_for_keys_and_values(with_scales: Path) -> None:
     [
         ({"1.self_attn.v_scale": None}, "tensor model.layers.1.self_attn.v_scale is missing"),
         ({"2.self_attn.k_scale": torch.ones(3)}, r"k_scale has shape \[3\], not one value or one per KV head \(2\)"),
+        ({"2.self_attn.k_scale": torch.ones(0)}, r"k_scale has shape \[0\], not one value or one per KV head \(2\)"),
         ({"0.self_attn.k_scale": torch.zeros(1)}, r"k_scale must be finite and at least 1.18e-38, not \[0.0\]"),
         ({"0.self_attn.v_scale": torch.tensor([1.0, float("nan")])}, "v_scale must be finite and at least"),
         ({"0.self_attn.v_scale": torch.tensor([1.0, 1e-39])}, "v_scale must be finite and at least"),
