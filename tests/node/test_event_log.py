@@ -35,6 +35,7 @@ def test_replay_from_any_sequence_number_gives_the_blocks_held() -> None:
         assert update.reset == (len(snapshots) - 1 - sequence > 20)
         base = set() if update.reset else known
         assert (base - set(update.removed)) | set(update.stored) == held
+        assert (base | set(update.stored)) - set(update.removed) == held, "a large update is sent in parts"
     assert log.since(None).reset
     assert set(log.since(None).stored) == held
     assert log.since(10_000).reset, "a number from another life of the node"
@@ -68,3 +69,13 @@ async def test_watchers_wake_for_changes_and_when_the_log_closes() -> None:
     await asyncio.sleep(0)
     log.close()
     assert await asyncio.wait_for(ending, 5) == version
+
+
+async def test_watchers_wake_when_the_node_itself_has_changed() -> None:
+    """Routers would hear a heartbeat later that it drains, for instance."""
+    log = EventLog(LOAD)
+    version = await log.changed(-1)
+    waiting = asyncio.ensure_future(log.changed(version))
+    await asyncio.sleep(0)
+    log.touch()
+    assert await asyncio.wait_for(waiting, 5) > version

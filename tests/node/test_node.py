@@ -8,11 +8,12 @@ import pytest
 
 from kv_connector.in_process import InProcessConnector, InProcessHub
 from kvrelay.core.generation.sampling_params import SamplingParams
+from kvrelay.core.kv.block_hash import BlockHash, block_hashes
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.step_result import Reservation, StepResult
-from tests.node.fake_node import BLOCK_SIZE, FailingRunner, make_node
+from tests.node.fake_node import BLOCK_SIZE, NAMESPACE, FailingRunner, make_node
 
 
 class NotingConnector(InProcessConnector):
@@ -156,6 +157,44 @@ async def test_a_node_whose_engine_has_ended_drains_all_the_same() -> None:
     await node.engine_thread.stop(10.0)
     async with asyncio.timeout(10.0):
         await node.drain()
+    await node.close()
+
+
+class SlowStore(InProcessConnector):
+    """A connector that publishes once `gate` is set, and takes a turn of the loop to forget blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(InProcessHub())
+        self.gate = asyncio.Event()
+        self.forgotten: list[BlockHash] = []
+
+    async def publish(self, blocks: Sequence[NamedBlock]) -> None:
+        await self.gate.wait()
+        await super().publish(blocks)
+
+    async def discard(self, names: Sequence[BlockHash]) -> None:
+        await asyncio.sleep(0)
+        self.forgotten += names
+
+
+async def test_all_is_published_when_the_store_has_forgotten_blocks_that_were_distrusted_while_published() -> None:
+    """Otherwise whoever computes the prompt next would find them there."""
+    connector, sampled = SlowStore(), asyncio.Event()
+    node = make_node(connector=connector)
+    node.start(lambda result: sampled.set() if result.outputs else None)
+    prompt = tuple(range(2 * BLOCK_SIZE))
+    names = list(block_hashes(NAMESPACE.root(), prompt, BLOCK_SIZE))
+    request = EngineRequest("a", prompt, SamplingParams(max_tokens=1, temperature=0.0, seed=0))
+    await node.engine_thread.call(lambda engine: engine.add(request))
+    async with asyncio.timeout(10.0):
+        await sampled.wait()
+        node.distrust(names[0])
+        publishing = asyncio.create_task(node.all_published())
+        for _ in range(4):  # more often than `publishing` asks the engine before it waits for the publisher
+            await node.engine_thread.call(lambda engine: None)
+        connector.gate.set()
+        await publishing
+    assert sorted(connector.forgotten) == sorted(names)
     await node.close()
 
 

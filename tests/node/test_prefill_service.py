@@ -103,13 +103,12 @@ async def test_a_node_drains_until_the_stream_and_the_lease_are_over() -> None:
                 draining = asyncio.create_task(node.drain())
                 if lease_first:
                     await release(service, "a")
-                    await asyncio.sleep(0)
-                    assert not draining.done(), "the stream is open"
+                    assert node.activity, "the stream is open"
                 runner.gate.set()
                 assert [event async for event in events]
             if not lease_first:
-                await asyncio.sleep(0)
-                assert not draining.done(), "the lease is held"
+                await node.all_published()  # as draining would have to wait, too
+                assert node.activity and not draining.done(), "the lease is held"
                 await release(service, "a")
             await draining
             await node.check_idle()
@@ -247,13 +246,18 @@ async def test_a_draining_node_takes_no_new_request_nor_does_one_that_has_crashe
 async def test_a_node_that_stops_ends_its_streams_at_once_and_leaves_nothing() -> None:
     runner = GatedRunner()
     async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
-        async with aclosing(prefill(service, "a")) as events:
+        async with aclosing(prefill(service, "a")) as events, aclosing(prefill(service, "b")) as others:
             assert (await anext(events)).HasField("accepted")
+            accepted = asyncio.ensure_future(anext(others))  # once the engine's step has ended
+            await asyncio.sleep(0)
             await service.close()
             with pytest.raises(UnavailableError, match="node is stopping"):
                 await anext(events)
+            runner.gate.set()
+            assert (await accepted).HasField("accepted")
+            with pytest.raises(UnavailableError, match="node is stopping"):
+                await anext(others)
         assert not service._leases and not node.activity
-        runner.gate.set()
         await node.check_idle()
 
 

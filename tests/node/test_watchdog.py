@@ -93,3 +93,12 @@ async def test_an_idle_engine_does_not_hang() -> None:
             await asyncio.sleep(0.05)
     assert not node.crashed.is_set()
     await node.close()
+
+
+async def test_a_node_that_closes_is_watched_no_more() -> None:
+    """Its engine makes no turn any more, and would seem to hang while the rest ends."""
+    node = make_node()
+    node.start(lambda result: None)
+    node.watch(PATIENCE)
+    await node.close()
+    assert "watchdog" not in {task.get_name() for task in asyncio.all_tasks()}
