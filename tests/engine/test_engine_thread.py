@@ -63,6 +63,38 @@ async def test_calls_behind_a_stop_fail_too() -> None:
         await stopping
 
 
+async def test_a_stop_does_not_overtake_the_calls_before_it() -> None:
+    """Though it finds both in the mailbox."""
+    thread, gate = make(asyncio.Event()), threading.Event()
+    thread.start()
+
+    def hold(engine: Engine) -> None:
+        assert gate.wait(PATIENCE)
+
+    thread.post(hold)
+    before = thread.call(lambda engine: engine.load())
+    async with asyncio.timeout(PATIENCE):
+        stopping = asyncio.create_task(thread.stop(PATIENCE))
+        await asyncio.sleep(0)
+        gate.set()
+        assert (await before).num_blocks == 64
+        await stopping
+
+
+async def test_what_a_call_raises_reaches_its_caller_and_the_engine_goes_on() -> None:
+    thread = make(asyncio.Event())
+    thread.start()
+
+    def fail(engine: Engine) -> None:
+        raise RuntimeError("as a fault of ours would")
+
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(RuntimeError, match="as a fault of ours would"):
+            await thread.call(fail)
+        assert (await thread.call(lambda engine: engine.load())).num_blocks == 64
+        await thread.stop(PATIENCE)
+
+
 async def test_an_engine_with_nothing_to_do_waits_for_messages() -> None:
     """Otherwise an idle node would take a core from its neighbours."""
     loop, thread = asyncio.get_running_loop(), make(asyncio.Event())

@@ -1,14 +1,22 @@
 """Requests whose KV moves between engines: no token is computed twice, and leases keep what was published."""
 
+import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
 
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.kv.block_hash import block_hashes
+from kvrelay.engine.engine_thread import EngineThread
+from kvrelay.engine.plan import ModelRunnerOutput, SchedulerOutput
 from kvrelay.engine.request import KVRole
+from kvrelay.engine.runner import LaunchedStep, Runner
+from kvrelay.engine.step_result import StepResult
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, move, produce, prompt_of, request
+
+PATIENCE = 10.0
 
 
 @pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 100])
@@ -159,6 +167,50 @@ def test_the_last_blocks_can_be_fetched_before_the_first_token_is_sampled(*, is_
     assert (len(sampled.outputs), sampled.progress, sampled.named) == (not is_aborted, (), ())
     harness.run()
     harness.engine.release_lease("a")
+    harness.engine.check_idle()
+
+
+class SamplesOnceOpen:
+    """A runner around `inner`, and its step, whose sampling waits until `gate` is open."""
+
+    only_samples = True
+
+    def __init__(self, inner: Runner, gate: threading.Event) -> None:
+        self._inner = inner
+        self._gate = gate
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        self._step = self._inner.launch(plan)
+        return self
+
+    def collect(self) -> ModelRunnerOutput:
+        assert self._gate.wait(PATIENCE), "nobody was told of the blocks"
+        return self._step.collect()
+
+
+async def test_others_are_told_of_the_last_blocks_before_the_first_token_is_sampled() -> None:
+    told, sampled, crashes = threading.Event(), asyncio.Event(), list[BaseException]()
+    harness = Harness(publish=True, wrap=lambda runner: SamplesOnceOpen(runner, told))
+
+    def on_result(result: StepResult) -> None:
+        thread.post(lambda engine: engine.unpin([block.block_id for block in result.named]))
+        if result.progress:
+            told.set()
+        if result.outputs:
+            sampled.set()
+
+    def on_crash(error: BaseException) -> None:
+        crashes.append(error)
+        sampled.set()
+
+    thread = EngineThread(harness.engine, asyncio.get_running_loop(), on_result=on_result, on_crash=on_crash)
+    thread.start()
+    async with asyncio.timeout(2 * PATIENCE):
+        thread.post(lambda engine: engine.add(request("a", prompt_of(20), role=KVRole.PRODUCE)))
+        await sampled.wait()
+        await thread.call(lambda engine: engine.release_lease("a"))
+        await thread.stop(PATIENCE)
+    assert not crashes
     harness.engine.check_idle()
 
 

@@ -39,6 +39,11 @@ def test_gpu_memory_utilization_is_a_share_of_free_memory_on_a_cpu() -> None:
     assert size.num_blocks * LAYOUT.block_bytes == 4 * GIB
 
 
+def test_a_number_of_blocks_takes_precedence_over_a_share_of_memory() -> None:
+    options = EngineOptions("m", num_blocks=512, gpu_memory_utilization=0.25)
+    assert size_pool(options, LAYOUT, max_model_len=4096, free_bytes=16 * GIB).num_blocks == 512
+
+
 @pytest.mark.parametrize("max_model_len", [0, 200])
 def test_a_share_of_memory_too_small_for_a_block_is_refused(max_model_len: int) -> None:
     options = EngineOptions("m", gpu_memory_utilization=0.0001, max_model_len=max_model_len)

@@ -96,6 +96,26 @@ def test_parallel_outputs_survive_preemption() -> None:
     harness.engine.check_idle()
 
 
+def test_the_last_output_of_a_request_is_preempted_first_and_begins_again_last() -> None:
+    harness = Harness(num_blocks=10, max_num_batched_tokens=16)
+    harness.engine.add(request("before", prompt_of(9), 60))
+    harness.step()
+    harness.engine.add(request("outputs", prompt_of(20, 1), 30, n=2))
+    while harness.engine.load().num_preemptions == 0:
+        assert harness.step()
+    num_tokens = [len(harness.tokens["outputs", index]) for index in range(2)]
+    while harness.engine.load().num_preemptions == 1:
+        assert harness.step()
+    assert len(harness.tokens["outputs", 0]) > num_tokens[0]
+    assert len(harness.tokens["outputs", 1]) == num_tokens[1]
+    num_results = len(harness.results)
+    harness.run()
+    after = [item for result in harness.results[num_results:] for item in result.outputs]
+    assert next(item.output.index for item in after if item.request_id == "outputs") == 0
+    assert [len(harness.tokens["outputs", index]) for index in range(2)] == [30, 30]
+    harness.engine.check_idle()
+
+
 def test_prompt_logprobs_that_were_reported_are_not_computed_again_after_preemption() -> None:
     asking, plain = Harness(num_blocks=10), Harness(num_blocks=10)
     for i in range(4):

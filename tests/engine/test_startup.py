@@ -15,7 +15,7 @@ from kvrelay.engine import startup
 from kvrelay.engine.kv_pool import allocate_pool
 from kvrelay.engine.options import EngineOptions
 from kvrelay.engine.scheduler import SchedulerConfig
-from kvrelay.engine.startup import prepare_engine
+from kvrelay.engine.startup import default_threads, planned_device, prepare_engine
 from tests.engine.load_on_cpu import load
 from tests.engine.reference import Reference
 from tests.engine.tiny_models import FAMILIES, make_tiny_model, save_random
@@ -64,6 +64,25 @@ def test_without_a_number_of_threads_no_more_are_used_than_there_are_cores_for_t
         llm.generate([PROMPT], SamplingParams(max_tokens=1), progress=False)
         assert llm._engine.threads.num_threads == 2
         assert num_threads() == 3
+
+
+def test_by_default_an_engine_has_no_more_threads_than_torch_was_told_to_use() -> None:
+    """By OMP_NUM_THREADS, for example."""
+    with threads_kept():
+        use_threads(1, torch_multiplies=True)
+        assert default_threads() == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions("m", device="cuda", attention_backend="native"),
+        EngineOptions("m", device="cuda", quantization="int8"),
+    ],
+)
+def test_a_gpu_is_refused_for_what_only_cpus_can_do(options: EngineOptions) -> None:
+    with pytest.raises(ConfigurationError, match="is for CPUs; leave it out, or use device cpu"):
+        planned_device(options)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-rope-dynamic", "llama-rope-yarn"])

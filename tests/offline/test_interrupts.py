@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.engine.step_result import StepResult
+from kvrelay.offline.interrupts import interrupts_held
 from tests.demo_model import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -106,6 +107,20 @@ def test_a_program_that_handles_interrupts_itself_keeps_its_handler(llm: LLM, mo
     finally:
         signal.signal(signal.SIGINT, before)
     assert set(came) == {signal.SIGINT}
+
+
+def test_a_programs_handler_is_called_for_every_interrupt() -> None:
+    """That of asyncio raises at the second one only."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        with interrupts_held():
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            assert not came
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [signal.SIGINT] * 2
 
 
 def test_a_handler_that_raises_waits_until_the_step_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

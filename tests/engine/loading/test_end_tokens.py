@@ -75,6 +75,12 @@ def test_a_token_that_was_added_has_the_id_of_its_entry(model: Path) -> None:
     assert load(model).config.eos_token_ids == (257, 300)
 
 
+def test_it_may_be_the_first_of_the_vocabulary(model: Path) -> None:
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    name_end(model, next(text for text, token in vocabulary.items() if token == 0))
+    assert load(model).config.eos_token_ids == (257, 0)
+
+
 @pytest.mark.parametrize("eos_token", [None, 258, [], {}, {"content": 258}, "", "<|no such token|>", "<|end|>"])
 def test_an_end_token_that_is_none_or_known_changes_nothing(model: Path, eos_token: Any) -> None:
     name_end(model, eos_token)

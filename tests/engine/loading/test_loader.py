@@ -172,6 +172,8 @@ def test_max_model_len_is_what_the_positions_reach(llama: Path, tmp_path: Path) 
     linear = make_tiny_model("llama-rope-linear", tmp_path / "linear")
     assert _load(linear).max_model_len == 4096
     assert _load(linear, max_model_len=4 * 4096).max_model_len == 4 * 4096
+    _edit_config(llama, rope_parameters=_YARN | {"factor": 8.0})
+    assert _load(llama).max_model_len == 8 * 1024
 
 
 # Weights
@@ -258,11 +260,13 @@ def test_a_file_of_another_kind_is_refused(llama: Path, content: bytes) -> None:
         _load(llama)
 
 
-def test_overlapping_tensors_are_refused(llama: Path) -> None:
-    header = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in ("a", "b")}
+@pytest.mark.parametrize("begin", [0, 12], ids=["overlap", "gap"])
+def test_tensors_that_are_not_next_to_each_other_are_refused(llama: Path, begin: int) -> None:
+    places = {"a": [0, 8], "b": [begin, begin + 8]}
+    header = {name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in places.items()}
     encoded = json.dumps(header).encode()
-    (llama / WEIGHTS).write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(8))
-    with pytest.raises(ModelLoadError, match="tensor b: bytes 0 to 8 do not fit"):
+    (llama / WEIGHTS).write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(begin + 8))
+    with pytest.raises(ModelLoadError, match=f"tensor b: bytes {begin} to {begin + 8} do not fit"):
         _load(llama)
 
 
