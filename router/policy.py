@@ -274,9 +274,9 @@ class PrefixAware:
         missing = facts.uncached_tokens(max(held, decode.num_coming_blocks))
         moved_cost = _MOVED_TOKEN * (held - decode.num_held_blocks) * facts.block_size
         computed = missing + decode.num_queued_tokens
-        on_lent_cores = decode.num_decoding > 0 and decode.core_table == prefill.core_table != ""
+        on_borrowed_cores = decode.num_decoding > 0 and decode.core_table == prefill.core_table != ""
         factor = _TOKEN_BESIDE_DECODES * (2 if prefill.num_queued_tokens else 1)
-        if on_lent_cores and factor * computed + moved_cost <= cost:
+        if on_borrowed_cores and factor * computed + moved_cost <= cost:
             return PlacementReason.SHARED_CORES
         if computed + missing * decode.num_decoding + moved_cost < cost:
             return PlacementReason.PREFILL_BUSY

@@ -61,7 +61,7 @@ class NodeLoad:
     num_preemptions: int = 0
     num_leases: int = 0
     num_steps: int = 0
-    num_lent_steps: int = 0  # of num_steps, those that began with cores lent by other nodes
+    num_borrowing_steps: int = 0  # of num_steps, those that began with cores lent by other nodes
 
     @property
     def kv_cache_usage(self) -> float:

@@ -378,7 +378,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_leases=len(self._leases),
             num_steps=self._num_steps,
-            num_lent_steps=self.threads.num_borrowing_steps,
+            num_borrowing_steps=self.threads.num_borrowing_steps,
             num_prefilled_tokens=self.costs.num_prompt_tokens,
             prefill_seconds=self.costs.prompt_seconds,
             first_lacking=scheduler.first_lacking(),

@@ -9,13 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kv_connector.base import FetchOutcome, KVConnector
 from kvrelay.core.errors import KVError, KVRelayError
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import FetchReport, RefusedBlock
 from kvrelay.core.outages import Outages
+from kvrelay.core.tasks import begin_task
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.step_result import Reservation
 from kvrelay.node.absences import Absences
@@ -99,8 +99,12 @@ class Receiver:
     ) -> "asyncio.Task[None]":
         """Starts a task of `reception`, which awaits `run`. However the task ends, the blocks are unpinned then; if it
         fails, `on_failure` gets the error for the client."""
-        task = asyncio.get_running_loop().create_task(reception)
-        task.add_done_callback(partial(self._on_over, on_failure))
+        task = begin_task(
+            reception,
+            name=f"request {self._request_id}: receiving its KV",
+            on_failure=lambda unforeseen: on_failure(KVRelayError("internal error")),
+        )
+        task.add_done_callback(lambda ended: self._discard())
         return task
 
     async def run(self) -> FetchReport:
@@ -118,12 +122,6 @@ class Receiver:
             self._discard()
         arrived = self._missing[: self._ladder.num_leading]
         return self._ladder.report(sum(block.num_tokens for block in arrived))
-
-    def _on_over(self, on_failure: Callable[[KVRelayError], None], task: "asyncio.Task[None]") -> None:
-        self._discard()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.error("request %s: receiving its KV failed", self._request_id, exc_info=error)
-            on_failure(KVRelayError("internal error"))
 
     def _discard(self) -> None:
         """Unpins the blocks, once: the task of `run` may be cancelled before it begins."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"a\n\x0bKVNamespace\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x11\n\tlayout_id\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\"\xc8\x02\n\x10\x44\x65scribeResponse\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.kvrelay.v1.NodeRole\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12-\n\x0ckv_namespace\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.KVNamespace\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x10\n\x08protocol\x18\x0c \x01(\r\x12\x12\n\nvocabulary\x18\r \x01(\x0c\x12\x12\n\ncore_table\x18\x0e \x01(\t\x12\x15\n\reos_token_ids\x18\x0f \x03(\rJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0b\"5\n\x0cWatchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\"\x85\x02\n\x08NodeLoad\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\x04\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12\x1d\n\x15num_requests_decoding\x18\t \x01(\r\x12\x16\n\x0enum_lent_steps\x18\n \x01(\x04\"\xfa\x01\n\x0e\x43onnectorStats\x12\x11\n\tconnector\x18\x01 \x01(\t\x12:\n\x08\x63ounters\x18\x02 \x03(\x0b\x32(.kvrelay.v1.ConnectorStats.CountersEntry\x12\x38\n\x07refused\x18\x03 \x03(\x0b\x32\'.kvrelay.v1.ConnectorStats.RefusedEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x94\x01\n\tNodeStats\x12\x1b\n\x13num_leases_released\x18\x01 \x01(\x04\x12\x1a\n\x12num_leases_expired\x18\x02 \x01(\x04\x12\x1e\n\x16num_leases_ended_early\x18\x03 \x01(\x04\x12.\n\nconnectors\x18\x04 \x03(\x0b\x32\x1a.kvrelay.v1.ConnectorStats\"\xe7\x01\n\rWatchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05reset\x18\x03 \x01(\x08\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x0f\n\x07removed\x18\x05 \x03(\x0c\x12\"\n\x04load\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.NodeLoad\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12$\n\x05stats\x18\x08 \x01(\x0b\x32\x15.kvrelay.v1.NodeStats\x12)\n\x07refused\x18\t \x03(\x0b\x32\x18.kvrelay.v1.RefusedBlock\"B\n\x0cRefusedBlock\x12$\n\x06holder\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x0c\n\x04name\x18\x02 \x01(\x0c\".\n\x0f\x44istrustRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\x0c\"\x12\n\x10\x44istrustResponse*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\xd4\x01\n\x04Node\x12\x45\n\x08\x44\x65scribe\x12\x1b.kvrelay.v1.DescribeRequest\x1a\x1c.kvrelay.v1.DescribeResponse\x12>\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x19.kvrelay.v1.WatchResponse0\x01\x12\x45\n\x08\x44istrust\x12\x1b.kvrelay.v1.DistrustRequest\x1a\x1c.kvrelay.v1.DistrustResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"a\n\x0bKVNamespace\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x11\n\tlayout_id\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\"\xc8\x02\n\x10\x44\x65scribeResponse\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.kvrelay.v1.NodeRole\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12-\n\x0ckv_namespace\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.KVNamespace\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x10\n\x08protocol\x18\x0c \x01(\r\x12\x12\n\nvocabulary\x18\r \x01(\x0c\x12\x12\n\ncore_table\x18\x0e \x01(\t\x12\x15\n\reos_token_ids\x18\x0f \x03(\rJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0b\"5\n\x0cWatchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\"\x8a\x02\n\x08NodeLoad\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\x04\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12\x1d\n\x15num_requests_decoding\x18\t \x01(\r\x12\x1b\n\x13num_borrowing_steps\x18\n \x01(\x04\"\xfa\x01\n\x0e\x43onnectorStats\x12\x11\n\tconnector\x18\x01 \x01(\t\x12:\n\x08\x63ounters\x18\x02 \x03(\x0b\x32(.kvrelay.v1.ConnectorStats.CountersEntry\x12\x38\n\x07refused\x18\x03 \x03(\x0b\x32\'.kvrelay.v1.ConnectorStats.RefusedEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x94\x01\n\tNodeStats\x12\x1b\n\x13num_leases_released\x18\x01 \x01(\x04\x12\x1a\n\x12num_leases_expired\x18\x02 \x01(\x04\x12\x1e\n\x16num_leases_ended_early\x18\x03 \x01(\x04\x12.\n\nconnectors\x18\x04 \x03(\x0b\x32\x1a.kvrelay.v1.ConnectorStats\"\xe7\x01\n\rWatchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05reset\x18\x03 \x01(\x08\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x0f\n\x07removed\x18\x05 \x03(\x0c\x12\"\n\x04load\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.NodeLoad\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12$\n\x05stats\x18\x08 \x01(\x0b\x32\x15.kvrelay.v1.NodeStats\x12)\n\x07refused\x18\t \x03(\x0b\x32\x18.kvrelay.v1.RefusedBlock\"B\n\x0cRefusedBlock\x12$\n\x06holder\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x0c\n\x04name\x18\x02 \x01(\x0c\".\n\x0f\x44istrustRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\x0c\"\x12\n\x10\x44istrustResponse*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\xd4\x01\n\x04Node\x12\x45\n\x08\x44\x65scribe\x12\x1b.kvrelay.v1.DescribeRequest\x1a\x1c.kvrelay.v1.DescribeResponse\x12>\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x19.kvrelay.v1.WatchResponse0\x01\x12\x45\n\x08\x44istrust\x12\x1b.kvrelay.v1.DistrustRequest\x1a\x1c.kvrelay.v1.DistrustResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONNECTORSTATS_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_CONNECTORSTATS_REFUSEDENTRY']._loaded_options = None
   _globals['_CONNECTORSTATS_REFUSEDENTRY']._serialized_options = b'8\001'
-  _globals['_NODEROLE']._serialized_start=1604
-  _globals['_NODEROLE']._serialized_end=1686
+  _globals['_NODEROLE']._serialized_start=1609
+  _globals['_NODEROLE']._serialized_end=1691
   _globals['_DESCRIBEREQUEST']._serialized_start=62
   _globals['_DESCRIBEREQUEST']._serialized_end=79
   _globals['_KVNAMESPACE']._serialized_start=81
@@ -47,23 +47,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREQUEST']._serialized_start=511
   _globals['_WATCHREQUEST']._serialized_end=564
   _globals['_NODELOAD']._serialized_start=567
-  _globals['_NODELOAD']._serialized_end=828
-  _globals['_CONNECTORSTATS']._serialized_start=831
-  _globals['_CONNECTORSTATS']._serialized_end=1081
-  _globals['_CONNECTORSTATS_COUNTERSENTRY']._serialized_start=986
-  _globals['_CONNECTORSTATS_COUNTERSENTRY']._serialized_end=1033
-  _globals['_CONNECTORSTATS_REFUSEDENTRY']._serialized_start=1035
-  _globals['_CONNECTORSTATS_REFUSEDENTRY']._serialized_end=1081
-  _globals['_NODESTATS']._serialized_start=1084
-  _globals['_NODESTATS']._serialized_end=1232
-  _globals['_WATCHRESPONSE']._serialized_start=1235
-  _globals['_WATCHRESPONSE']._serialized_end=1466
-  _globals['_REFUSEDBLOCK']._serialized_start=1468
-  _globals['_REFUSEDBLOCK']._serialized_end=1534
-  _globals['_DISTRUSTREQUEST']._serialized_start=1536
-  _globals['_DISTRUSTREQUEST']._serialized_end=1582
-  _globals['_DISTRUSTRESPONSE']._serialized_start=1584
-  _globals['_DISTRUSTRESPONSE']._serialized_end=1602
-  _globals['_NODE']._serialized_start=1689
-  _globals['_NODE']._serialized_end=1901
+  _globals['_NODELOAD']._serialized_end=833
+  _globals['_CONNECTORSTATS']._serialized_start=836
+  _globals['_CONNECTORSTATS']._serialized_end=1086
+  _globals['_CONNECTORSTATS_COUNTERSENTRY']._serialized_start=991
+  _globals['_CONNECTORSTATS_COUNTERSENTRY']._serialized_end=1038
+  _globals['_CONNECTORSTATS_REFUSEDENTRY']._serialized_start=1040
+  _globals['_CONNECTORSTATS_REFUSEDENTRY']._serialized_end=1086
+  _globals['_NODESTATS']._serialized_start=1089
+  _globals['_NODESTATS']._serialized_end=1237
+  _globals['_WATCHRESPONSE']._serialized_start=1240
+  _globals['_WATCHRESPONSE']._serialized_end=1471
+  _globals['_REFUSEDBLOCK']._serialized_start=1473
+  _globals['_REFUSEDBLOCK']._serialized_end=1539
+  _globals['_DISTRUSTREQUEST']._serialized_start=1541
+  _globals['_DISTRUSTREQUEST']._serialized_end=1587
+  _globals['_DISTRUSTRESPONSE']._serialized_start=1589
+  _globals['_DISTRUSTRESPONSE']._serialized_end=1607
+  _globals['_NODE']._serialized_start=1694
+  _globals['_NODE']._serialized_end=1906
 # @@protoc_insertion_point(module_scope)

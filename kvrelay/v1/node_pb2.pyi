@@ -163,7 +163,7 @@ class NodeLoad(google.protobuf.message.Message):
     NUM_LEASES_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
     NUM_REQUESTS_DECODING_FIELD_NUMBER: builtins.int
-    NUM_LENT_STEPS_FIELD_NUMBER: builtins.int
+    NUM_BORROWING_STEPS_FIELD_NUMBER: builtins.int
     num_requests_running: builtins.int
     num_requests_waiting: builtins.int
     num_queued_tokens: builtins.int
@@ -176,7 +176,7 @@ class NodeLoad(google.protobuf.message.Message):
     num_steps: builtins.int
     num_requests_decoding: builtins.int
     """of those that run, how many have only their newest token to compute"""
-    num_lent_steps: builtins.int
+    num_borrowing_steps: builtins.int
     """of num_steps, those that began with cores lent by other nodes of the machine"""
     def __init__(
         self,
@@ -190,9 +190,9 @@ class NodeLoad(google.protobuf.message.Message):
         num_leases: builtins.int = ...,
         num_steps: builtins.int = ...,
         num_requests_decoding: builtins.int = ...,
-        num_lent_steps: builtins.int = ...,
+        num_borrowing_steps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_lent_steps", b"num_lent_steps", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_requests_decoding", b"num_requests_decoding", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "num_borrowing_steps", b"num_borrowing_steps", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_requests_decoding", b"num_requests_decoding", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_steps", b"num_steps"]) -> None: ...
 
 global___NodeLoad = NodeLoad
 

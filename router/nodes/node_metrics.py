@@ -113,8 +113,8 @@ def _counters(nodes: Sequence[_Labelled]) -> Iterable[Metric]:
     )
     for labels, node in nodes:
         preemptions.add_metric(labels, node.load.num_preemptions)
-        steps.add_metric((*labels, "own"), node.load.num_steps - node.load.num_lent_steps)
-        steps.add_metric((*labels, "lent"), node.load.num_lent_steps)
+        steps.add_metric((*labels, "own"), node.load.num_steps - node.load.num_borrowing_steps)
+        steps.add_metric((*labels, "lent"), node.load.num_borrowing_steps)
         ejections.add_metric(labels, node.outlier.num_ejections)
         leases.add_metric((*labels, "released"), node.stats.num_leases_released)
         leases.add_metric((*labels, "expired"), node.stats.num_leases_expired)

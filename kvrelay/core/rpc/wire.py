@@ -228,7 +228,7 @@ def load_to_wire(load: NodeLoad) -> node_pb2.NodeLoad:
         num_preemptions=load.num_preemptions,
         num_leases=load.num_leases,
         num_steps=load.num_steps,
-        num_lent_steps=load.num_lent_steps,
+        num_borrowing_steps=load.num_borrowing_steps,
     )
 
 
@@ -243,7 +243,7 @@ def load_from_wire(message: node_pb2.NodeLoad) -> NodeLoad:
         num_preemptions=message.num_preemptions,
         num_leases=message.num_leases,
         num_steps=message.num_steps,
-        num_lent_steps=message.num_lent_steps,
+        num_borrowing_steps=message.num_borrowing_steps,
     )
 
 

@@ -142,7 +142,7 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
     while harness.step():
         pass
     load = harness.engine.load()
-    assert 0 < load.num_lent_steps < load.num_steps
+    assert 0 < load.num_borrowing_steps < load.num_steps
     harness.engine.check_idle()
 
 

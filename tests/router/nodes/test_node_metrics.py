@@ -30,7 +30,7 @@ async def test_everything_of_a_node_is_in_the_metrics() -> None:
         connector.refused["digest"] = 5
         nodes.prefill.updates.put_nowait(
             node_pb2.WatchResponse(
-                epoch=1, load=node_pb2.NodeLoad(num_leases=4, num_steps=9, num_lent_steps=2), stats=stats
+                epoch=1, load=node_pb2.NodeLoad(num_leases=4, num_steps=9, num_borrowing_steps=2), stats=stats
             )
         )
         await until(lambda: nodes.registry.prefill[0].load.num_leases == 4)
