@@ -47,7 +47,7 @@ from router.edge.metrics import RouterMetrics
 from router.nodes.kv_index import KVIndex
 from router.nodes.node_metrics import NodeMetrics
 from router.nodes.registry import Registry
-from router.policy import make_policy
+from router.policies.choice import make_policy
 from router.relay.limits import RelayLimits
 from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics

@@ -23,7 +23,9 @@ from kvrelay.bench.settings import ServeBenchSettings
 from kvrelay.bench.summary import Distribution
 from kvrelay.core.config.settings import load_settings
 from kvrelay.core.errors import ConfigurationError
-from router.policy import LeastLoaded, Policy, PrefixAware, RoundRobin
+from router.policies.by_load import LeastLoaded, RoundRobin
+from router.policies.placement import Policy
+from router.policies.prefix_aware import PrefixAware
 
 _COLUMNS = ("TTFT p50", "p99", "TPOT p50", "p99", "held", "fetched", "computed", "busiest")
 _WIDTH = 9

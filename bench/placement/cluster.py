@@ -18,7 +18,8 @@ from kvrelay.bench.workloads import Session
 from kvrelay.core.kv.block_hash import BlockHash
 from router.nodes.coming_prompts import STRIDE
 from router.nodes.kv_index import KVIndex
-from router.policy import Candidates, DecodeCandidate, Policy, PrefillCandidate, RequestFacts, SourceHint
+from router.policies.facts import Candidates, DecodeCandidate, PrefillCandidate, RequestFacts
+from router.policies.placement import Policy, SourceHint
 
 _INDEX_CAPACITY = 4_000_000  # names
 

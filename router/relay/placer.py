@@ -18,15 +18,8 @@ from kvrelay.core.node_report import NodeDescription, NodeRole
 from router.nodes.coming_prompts import Beginnings, beginnings
 from router.nodes.node import NodeHandle
 from router.nodes.registry import Registry
-from router.policy import (
-    Candidates,
-    DecodeCandidate,
-    PlacementReason,
-    Policy,
-    PrefillCandidate,
-    RequestFacts,
-    SourceHint,
-)
+from router.policies.facts import Candidates, DecodeCandidate, PrefillCandidate, RequestFacts
+from router.policies.placement import PlacementReason, Policy, SourceHint
 from router.relay.decode_client import DecodeClient
 from router.relay.limits import RelayLimits
 from router.relay.prefill_client import PrefillClient

@@ -14,7 +14,9 @@ from kvrelay.bench.base import RequestSpec, Segment
 from kvrelay.bench.workloads import Session, arriving
 from kvrelay.core.kv.block_hash import BlockHash
 from router.nodes.kv_index import KVIndex
-from router.policy import LeastLoaded, Policy, PrefixAware, RoundRobin
+from router.policies.by_load import LeastLoaded, RoundRobin
+from router.policies.placement import Policy
+from router.policies.prefix_aware import PrefixAware
 
 COSTS = NodeCosts(step=0.010, sequence=0.001, prompt_token=0.0001, moved_token=0.00001)
 LIMITS = NodeLimits(

@@ -28,7 +28,8 @@ from kvrelay.node.startup import build_node
 from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
-from router.policy import Policy, make_policy
+from router.policies.choice import make_policy
+from router.policies.placement import Policy
 from router.relay.limits import RelayLimits
 from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics

@@ -12,7 +12,7 @@ from bench.random_model import EOS_TOKEN_ID
 from kvrelay.core.errors import CancelledByPeerError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
-from router.policy import make_policy
+from router.policies.choice import make_policy
 from router.request import RequestTrace, RoutedRequest
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import VOCAB_SIZE, prompt_of

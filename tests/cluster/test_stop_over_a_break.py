@@ -13,7 +13,7 @@ from kvrelay.text.choice import TextChunk
 from kvrelay.text.tokenizer import Tokenizer
 from router.edge.edge import Edge
 from router.edge.metrics import RouterMetrics
-from router.policy import make_policy
+from router.policies.choice import make_policy
 from router.request import RequestTrace, RoutedRequest
 from tests.cluster.cluster import Cluster, cluster
 from tests.demo_model import DEMO_MODEL

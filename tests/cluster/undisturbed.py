@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.policy import make_policy
+from router.policies.choice import make_policy
 from tests.cluster.cluster import Cluster, Served, cluster
 
 SAMPLED: dict[str, Any] = {

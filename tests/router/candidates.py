@@ -1,6 +1,6 @@
 """Facts for policies: a request, and nodes that hold, will hold and have to do what a test says."""
 
-from router.policy import Candidates, DecodeCandidate, PrefillCandidate, RequestFacts
+from router.policies.facts import Candidates, DecodeCandidate, PrefillCandidate, RequestFacts
 
 BLOCK_SIZE = 16
 

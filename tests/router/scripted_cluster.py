@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from router.nodes.kv_index import KVIndex
 from router.nodes.node import NodeState
 from router.nodes.registry import Registry
-from router.policy import PrefixAware
+from router.policies.prefix_aware import PrefixAware
 from router.relay.limits import RelayLimits
 from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics

@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.policy import PlacementReason, PrefixAware
+from router.policies.placement import PlacementReason
+from router.policies.prefix_aware import PrefixAware
 from tests.router.candidates import candidates, decode, facts, prefill
 
 

@@ -5,19 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from router.policy import (
-    MAX_SOURCES,
-    Candidates,
-    DecodeCandidate,
-    LeastLoaded,
-    PlacementReason,
-    Policy,
-    PrefillCandidate,
-    PrefixAware,
-    RoundRobin,
-    SourceHint,
-    make_policy,
-)
+from router.policies.by_load import LeastLoaded, RoundRobin
+from router.policies.choice import make_policy
+from router.policies.facts import Candidates, DecodeCandidate, PrefillCandidate
+from router.policies.placement import MAX_SOURCES, PlacementReason, Policy, SourceHint
+from router.policies.prefix_aware import PrefixAware
 from tests.router.candidates import candidates, decode, facts, prefill
 
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.core.tasks import first_of
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
-from router.policy import make_policy
+from router.policies.choice import make_policy
 from router.relay.limits import RelayLimits
 from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics

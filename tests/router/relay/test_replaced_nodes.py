@@ -20,7 +20,7 @@ from kvrelay.node.server import NodeServer
 from prefill_node.service import PrefillService
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
-from router.policy import PrefixAware
+from router.policies.prefix_aware import PrefixAware
 from router.relay.limits import RelayLimits
 from router.relay.placer import Placer
 from router.relay.recovery_metrics import RecoveryMetrics
