@@ -138,8 +138,9 @@ class BlockPool:
 
     def distrust(self, block_hashes: Iterable[BlockHash]) -> None:
         """Has nobody find the blocks of these names any more, nor those behind them, also where blocks in between have
-        been evicted; they are retracted at once. Whoever holds them keeps them, and they are tainted. Their names are
-        reported by `drain_distrusted`. Takes time linear in the number of names behind."""
+        been evicted; they are retracted at once. Whoever holds them keeps them, and they are tainted. The names are
+        reported by `drain_distrusted`, also those that only the store may know. Takes time linear in the number of
+        names behind."""
         names: set[BlockHash] = set()
         left = list(block_hashes)
         while left:
@@ -147,7 +148,8 @@ class BlockPool:
             if name not in names:
                 names.add(name)
                 left += self._children.get(name, ())
-        block_ids = {block_id for name in names if (block_id := self._index.get(name)) is not None}
+        self._lost_names += names - self._index.keys()
+        block_ids = {self._index[name] for name in names & self._index.keys()}
         pinned = [block_id for block_id in block_ids - self._distrusted if self._pins[block_id]]
         self._distrusted |= block_ids
         if pinned:
@@ -175,7 +177,7 @@ class BlockPool:
         return changes
 
     def drain_distrusted(self) -> list[BlockHash]:
-        """Returns the names that distrusted blocks have lost since the last call."""
+        """Returns the distrusted names that no block has, or has any more, since the last call."""
         names, self._lost_names = self._lost_names, []
         return names
 

@@ -74,8 +74,8 @@ class StepResult:
 
     `progress` has pairs (request id, number of leading blocks that have their names) of PRODUCE requests. `stored` and
     `removed` are the names that the pool has gained and lost. The blocks in `named` are pinned for the node to publish:
-    new blocks, and with `publish_hits` those found by name. The names in `distrusted` were lost because the content
-    under them may be wrong.
+    new blocks, and with `publish_hits` those found by name. No block here has the names in `distrusted` any more,
+    because the content under them, here or in the store, may be wrong.
     """
 
     reservations: tuple[Reservation, ...]

@@ -3,7 +3,8 @@
 For each block in turn these are the source that announced it, then other holders, then the store that all nodes share.
 Blocks that do not arrive from one are requested from the next.
 Invariant: no source is asked twice for a block unless it has announced more in between, or it is slow and this is the
-second time; any other fetch that failed is the last from its source. So the search ends.
+second time; any other fetch that failed is the last from its source. So the search ends. What a node has sent behind a
+bad block is not used, since it may come of that, and nothing from the store either, where the node puts the same.
 """
 
 from collections import Counter
@@ -29,7 +30,7 @@ class _Holder:
     available: int = 0
     failures: dict[int, FetchOutcome] = field(default_factory=dict)
     is_slow: bool = False  # its last fetch failed, but brought so much that it is asked once more
-    given_up: bool = False  # a fetch failed, it is doubtful, or the store has sent too many bad blocks
+    given_up: bool = False  # a fetch failed, it is doubtful, or too much of the store is bad or may be
     num_refused: int = 0
 
     @property
@@ -80,6 +81,11 @@ class Ladder:
     def is_complete(self) -> bool:
         return self.num_leading == len(self._origins)
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Tells whether a node has sent a bad block. Others may have more of what came of it."""
+        return any(holder.is_doubtful for holder in self._holders())
+
     def add_holder(self, source: KVSource, num_blocks: int) -> None:
         """Adds another holder of the first `num_blocks` blocks."""
         self._holder(self._others, source).raise_to(num_blocks)
@@ -110,8 +116,8 @@ class Ladder:
 
     def settle(self, ask: Ask, outcomes: Sequence[FetchOutcome]) -> int:
         """Takes one outcome per block of `ask`; returns how many more leading blocks are here. Blocks that arrived
-        behind a gap are kept: only the gap is requested from the next source; but not what a node has sent behind a bad
-        block. What FAILED at a slow source counts as not requested."""
+        behind a gap are kept: only the gap is requested from the next source; but not what may come of a bad block.
+        What FAILED at a slow source counts as not requested."""
         holder = next(holder for holder in self._holders() if holder.source == ask.source)
         holder.is_slow = not (holder.is_slow or ask.is_guess) and _are_those_of_a_slow_link(outcomes)
         for index, outcome in zip(ask.indices, outcomes, strict=True):
@@ -141,11 +147,13 @@ class Ladder:
         )
 
     def _drop_behind(self, holder: _Holder) -> None:
-        """Drops what a node has sent behind a bad block, in this fetch or before."""
+        """Drops what a node has sent behind a bad block, in this fetch or before, and what came from the store, which
+        is asked no more."""
         assert holder.source is not None
+        self._store.given_up = True
         first = min(index for index, why in holder.failures.items() if why is FetchOutcome.REFUSED)
         for index in range(first, len(self._origins)):
-            if self._origins[index] == holder.source.node_id:
+            if self._origins[index] in (holder.source.node_id, STORE):
                 self._origins[index] = None
 
     def _holders(self) -> Iterator[_Holder]:

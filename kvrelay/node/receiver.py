@@ -131,6 +131,9 @@ class Receiver:
             self._context.engine_thread.post(lambda engine: engine.unpin(block_ids))
 
     async def _wait_for_more(self) -> None:
+        if self._ladder.is_doubtful:  # whoever is asked next may have fetched what came of a bad block
+            self.end()
+            return
         if self._quiet:
             self._quiet = False
             self._on_missing(sum(block.num_tokens for block in self._missing[self._ladder.num_leading :]))

@@ -69,8 +69,8 @@ class NodeOptions(ProcessSettings):
         description="How KV moves: shared_memory (nodes of one host), ucx or redis (any hosts), or several in that "
         "order, such as ucx,redis: each is asked for what those before it cannot provide, redis after every node that "
         "has it. auto: shared_memory on loopback (and so with kvrelay serve); otherwise shared_memory,ucx if ucxx is "
-        "installed and there is a cluster secret, else redis. One that fails its self-test at the start is not used; a "
-        "Redis that cannot be reached is, once it can.",
+        "installed and there is a cluster secret, else redis. A start whose self-test of one fails ends, but auto "
+        "leaves out shared memory; a Redis that cannot be reached is used once it can.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),
@@ -164,10 +164,10 @@ class NodeSettings(NodeOptions):
     )
     gpu_memory_utilization: MemoryShare = Field(
         default=0.0,
-        description="When num_blocks is 0. On a GPU: share of its memory for this node, weights and all; 0 takes 0.9, "
-        "divided by nodes_per_device. On a CPU: share of free RAM for KV; 0 takes 1 GiB, or what one sequence of "
-        "max_model_len needs if that is more, but at most an equal share of the free RAM for each of nodes_per_device, "
-        "and one for everything else.",
+        description="On a GPU: most of its memory that this node takes, weights and all, also with num_blocks; 0 takes "
+        "0.9, divided by nodes_per_device. On a CPU, when num_blocks is 0: share of free RAM for KV; 0 takes 1 GiB, or "
+        "what one sequence of max_model_len needs if that is more, but at most an equal share of the free RAM for each "
+        "of nodes_per_device, and one for everything else.",
     )
     nodes_per_device: NodesPerDevice = Field(
         default=1,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from kv_connector.header import Mismatch
@@ -20,6 +21,7 @@ from kvrelay.node.node import Node
 from tests.cluster.cluster import cluster
 from tests.cluster.prompts import prompt_of
 from tests.engine.reference import Reference
+from tests.kv_connector.settled import settled
 from tests.redis_server import RedisServer
 
 PROMPT = prompt_of(90)  # five full blocks and a tail
@@ -97,6 +99,43 @@ async def test_a_byte_flipped_in_a_ucx_reply_changes_no_token(model: Path) -> No
         shared.pool.rows[block_id][-1] ^= 1
 
     await serve_with(damage, model, connector="ucx")
+
+
+@pytest.mark.parametrize("prefill_nodes", [1, 2])
+async def test_what_comes_of_damaged_memory_does_not_return_through_the_store(
+    model: Path, reference: Reference, redis_server: RedisServer, prefill_nodes: int
+) -> None:
+    """A prompt is computed behind a damaged block, and published to Redis as well, with digests that match."""
+    head = prompt_of(BLOCK_SIZE, seed=prefill_nodes)  # each has its own, because Redis keeps them
+    short, long = [*head, *prompt_of(5)], [*head, *prompt_of(261)]
+    settings: dict[str, Any] = {
+        "connector": "shared_memory,redis",
+        "redis_url": redis_server.url,
+        "max_num_batched_tokens": 32,
+    }
+    async with cluster(model, prefill_nodes=prefill_nodes, **settings) as running:
+        holder = running.node((await running.generate(short, max_tokens=1)).how.prefill_node or "")
+        await running.wait_indexed()
+        await settled(holder.connector)
+        [name] = block_hashes(holder.identity.kv_namespace.root(), head, BLOCK_SIZE)
+        block_id = await holder.engine_thread.call(lambda engine: engine.pool.find(name))
+        assert block_id is not None
+        _rows(holder)[block_id][:] ^= 0x80
+        served = await running.generate(long, max_tokens=12)
+        assert served.how.prefill_node == holder.identity.node_id and served.how.num_transferred_blocks == 0
+        await running.wait_idle()
+        for node in running.nodes:
+            await settled(node.connector)
+        async with asyncio.timeout(10):
+            while name in holder.event_log.since(None).stored:
+                await asyncio.sleep(0.002)
+        again = await running.generate(long, max_tokens=12)
+        assert again.tokens[0] == reference.generate(long, 12)
+
+
+def _rows(node: Node) -> Any:
+    connector: Any = node.connector
+    return connector.tiers[0]._require().pool.rows
 
 
 def _flipped(data: bytes) -> bytes:

@@ -4,19 +4,26 @@ and nobody finds that KV."""
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
+from kv_connector.header import HEADER_BYTES, BlockHeader, payload_digest
+from kvrelay.core.errors import NotFiniteError
 from kvrelay.core.kv.block_hash import BlockHash, block_hashes
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.runner import LaunchedStep, Runner
 from kvrelay.node.node import Node
+from tests.cluster.cluster import cluster
 from tests.cluster.prompts import prompt_of
 from tests.cluster.undisturbed import nodes
 from tests.engine.reference import Reference
+from tests.kv_connector.settled import settled
+from tests.redis_server import RedisServer
 
 PROMPT = prompt_of(90)  # in three chunks
 CHUNK = 32
@@ -71,6 +78,33 @@ async def test_kv_that_is_not_finite_goes_no_further_than_the_nodes_of_its_reque
         again = await running.generate(PROMPT, max_tokens=20)
         assert again.tokens == served.tokens
         assert again.how.num_migrations == 0
+
+
+async def test_a_partial_block_in_redis_that_is_not_finite_fails_one_request(
+    model: Path, reference: Reference, redis_server: RedisServer
+) -> None:
+    """The node that has computed it ended before it could have it deleted. Decode nodes do not name partial blocks, and
+    prefill nodes that compute it again offer it to Redis, which has it."""
+    prompt = prompt_of(40)
+    settings: dict[str, Any] = {"connector": "redis", "redis_url": redis_server.url}
+    async with cluster(model, **settings) as running:
+        await running.generate(prompt, max_tokens=4)
+        await running.wait_idle()
+        *_, tail = block_hashes(running.kv_namespace.root(), prompt, BLOCK_SIZE, include_partial=True)
+    with redis.Redis.from_url(redis_server.url) as store:
+        key = f"kvrelay:{tail.hex()}"
+        value = store.get(key)
+        assert isinstance(value, bytes)
+        payload = b"\xff" * (len(value) - HEADER_BYTES)
+        header = replace(BlockHeader.decode(value[:HEADER_BYTES]), payload_digest=payload_digest(payload))
+        store.set(key, header.encode() + payload, keepttl=True)
+    async with cluster(model, **settings) as running:
+        with pytest.raises(NotFiniteError):
+            await running.generate(prompt, max_tokens=4)
+        await running.wait_idle()
+        for node in running.nodes:
+            await settled(node.connector)
+        assert (await running.generate(prompt, max_tokens=4)).tokens[0] == reference.generate(prompt, 4)
 
 
 async def _found(node: Node, names: list[BlockHash]) -> list[Any]:

@@ -139,7 +139,7 @@ def test_nobody_finds_what_is_distrusted_though_it_is_held() -> None:
     pool.release([pinned, cached])
     pool.distrust(map(name, (1, 2, 3, 4)))
     assert sorted(pool.retracted) == [(pinned, name(1)), (cached, name(2)), (held, name(3))], "peers find none of them"
-    assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
+    assert sorted(pool.drain_distrusted()) == [name(2), name(3), name(4)], "the store may have one that no block has"
     assert pool.lookup([name(1)]) == [] and pool.is_distrusted(pinned)
     assert [pool.find(name(number)) for number in (1, 2, 3)] == [pinned, None, None], "its name is not free yet"
     pool.check_integrity()
@@ -163,7 +163,7 @@ def test_a_block_stays_tainted_until_nobody_holds_it() -> None:
     assert pool.has_tainted([4, pinned]) and pool.has_tainted([held]), "which is behind it"
     assert not pool.has_tainted([before, cached]), "nobody holds it"
     assert pool.lookup([name(0), name(1)]) == [before]
-    assert sorted(pool.drain_distrusted()) == [name(2), name(3)]
+    assert sorted(pool.drain_distrusted()) == [name(2), name(3), name(9)]
     pool.check_integrity()
     told = len(pool.retracted)
     pool.unpin([pinned])

@@ -150,6 +150,8 @@ class Run:
         for child in range(1, 12):  # those before it first
             if child // 2 in doomed and child in self.naive.followers():
                 doomed.add(child)
+        present = set(self.naive.names.values())
+        self.naive.lost += [name(number) for number in doomed if name(number) not in present]
         block_ids = {i for i, block_hash in self.naive.names.items() if block_hash in map(name, doomed)}
         self.naive.distrusted |= block_ids
         self.naive.tainted |= block_ids

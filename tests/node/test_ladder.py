@@ -85,8 +85,24 @@ def test_what_others_have_sent_behind_the_bad_block_of_a_node_is_kept() -> None:
     ladder.add_holder(H, 3)
     assert settle(ladder, FETCHED, MISSING, FETCHED) == 1
     ladder.announce(P, 3)
+    ladder.ask_store()
+    assert settle(ladder, REFUSED) == 0 and ladder.is_doubtful
+    assert ladder.next() is None, "the store may have what comes of the bad block"
+    other = KVSource("o", 1, "at-o")
+    ladder.announce(other, 3)
+    assert next_ask(ladder) == (other, (1,))
+
+
+def test_what_the_store_has_sent_behind_the_bad_block_of_a_node_is_not_used() -> None:
+    """The node may have computed it, and put it there."""
+    ladder = Ladder(4)
+    ladder.ask_store()
+    assert settle(ladder, FETCHED, MISSING, FETCHED, FETCHED) == 1 and not ladder.is_doubtful
+    ladder.announce(P, 4)
     assert settle(ladder, REFUSED) == 0
-    assert next_ask(ladder) == (None, (1,))
+    assert ladder.next() is None
+    ladder.announce(H, 4)
+    assert next_ask(ladder) == (H, (1, 2, 3))
 
 
 def test_after_a_bad_block_from_the_store_only_that_block_is_requested_from_the_next_source() -> None:
@@ -281,7 +297,8 @@ def test_the_search_ends_whatever_the_outcomes() -> None:
         assert num_asks <= 6
         leading = sum(count for _, count in ladder.report(0).fetched)
         assert leading == ladder.num_leading
-        assert ladder.is_complete == (FETCHED in (second, third))
+        may_ask_store = REFUSED not in (first, second)
+        assert ladder.is_complete == (second is FETCHED or (third is FETCHED and may_ask_store))
 
 
 def _outcome(ask: Ask, p: FetchOutcome, h: FetchOutcome, store: FetchOutcome) -> FetchOutcome:

@@ -80,6 +80,16 @@ async def test_a_damaged_block_and_those_behind_it_come_from_the_next_holder_and
         assert case.refused == [RefusedBlock(case.p.source, case.reservation.missing[1].block_hash)]
 
 
+async def test_behind_a_damaged_block_no_other_source_is_waited_for() -> None:
+    """A prefill node asked for the rest might fetch from the store what was computed from the block."""
+    async with reception() as case:
+        await case.p.hold(case.reservation, 5)
+        case.p.corrupt(1)
+        case.receiver.announce(case.p.source, 5, ended=True)
+        assert await case.run() == FetchReport(BLOCK_SIZE, (("p", 1),), num_refused=1)
+        assert case.missing == []
+
+
 async def test_of_several_blocks_that_one_fetch_brings_damaged_the_first_is_reported() -> None:
     """Those behind it may have been computed from it: to distrust a later one would leave the fault where it is."""
     async with reception() as case:

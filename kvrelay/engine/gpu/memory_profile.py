@@ -145,20 +145,19 @@ def _prompt(num_new: int, length: int, block_size: int, *, num_rows: int, all_st
 def profile_memory(
     model: DecoderForCausalLM, sampler: GpuSampler, layout: KVLayout, limits: StepLimits, *, graphs: bool
 ) -> MemoryProfile:
-    """Measures the largest step by running it, and runs smaller steps to compile the kernels that it does not use.
-    Raises ModelLoadError if a step has no valid result. If memory runs out, raises an error that
-    `out_of_memory_as_configuration_error` recognises."""
+    """Measures the largest step by running it, and smaller ones as well: they compile kernels that it does not use, and
+    have longer prefixes, which the reference's attention copies. Raises ModelLoadError if a step has no valid result.
+    If memory runs out, raises an error that `out_of_memory_as_configuration_error` recognises."""
     device = model.device
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_reserved(device)
     runner = GpuRunner(model, sampler, allocate_pool(layout, 1, device), limits)
-    step = _peak_bytes(device, runner, largest_step(limits, layout.block_size)) - resident
+    plans = (largest_step(limits, layout.block_size), *smaller_steps(limits, layout.block_size))
+    step = max(_peak_bytes(device, runner, plan) for plan in plans) - resident
     reserved = 0
     if graphs:
         recorded = _peak_bytes(device, runner, largest_recorded_step(limits, layout.block_size)) - resident
         reserved = graph_bytes(recorded, limits) + _result_bytes(model, limits)
-    for plan in smaller_steps(limits, layout.block_size):
-        _run(runner, plan)
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called on the loading thread with (bytes done, bytes in all), first with 0 done."""
 
-FINGERPRINT_VERSION = 1
+FINGERPRINT_VERSION = 1  # raised by every change after which KV computed before it must not be used
 
 _CPU = torch.device("cpu")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -166,12 +166,13 @@ def test_the_largest_step_has_as_many_log_probabilities_as_may_be(
     assert params.top_k and params.top_p < 1.0 and changes_logits(params, 0)
 
 
+@pytest.mark.parametrize("records", [True, False])
 @pytest.mark.parametrize("max_num_seqs", [1, 64])
 def test_every_way_to_launch_attention_is_compiled_at_the_start(
-    model: DecoderForCausalLM, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+    model: DecoderForCausalLM, max_num_seqs: int, records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That holds whether or not the last layer keeps all tokens of a prompt."""
-    limits = replace(LIMITS, max_num_seqs=max_num_seqs)
+    limits = replace(LIMITS, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
     ways: set[tuple[object, ...]] = set()
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
@@ -179,12 +180,12 @@ def test_every_way_to_launch_attention_is_compiled_at_the_start(
         return lambda **given: ways.add((kernel.__name__, *(given.get(name) for name in constants)))
 
     monkeypatch.setattr(JITFunction, "__getitem__", launcher)
-    runner = make_runner(model, EagerRecorder(), limits)
+    runner = make_runner(model, EagerRecorder() if records else None, limits)
     for plan in (largest_step(limits, 16), *smaller_steps(limits, 16)):
         runner.launch(plan)
     at_the_start = set(ways)
     decode = ScheduledSequence((UNKNOWN_TOKEN,), 40, (1, 2, 3), (GREEDY,), input_row=0)
-    for count, end in itertools.product((2, 40, 500), (500, 1000, 2000, 4095)):
+    for count, end in itertools.product((2, 40, 500, 1500), (1500, 2000, 3000, 4095)):
         prompt = ScheduledSequence((7,) * count, end - count, tuple(range(256)), (GREEDY,))
         for each in (prompt, replace(prompt, rows=()), replace(prompt, prompt_logprobs=(0, ()))):
             runner.launch(SchedulerOutput((each,), ()))
