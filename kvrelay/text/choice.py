@@ -60,7 +60,7 @@ class Choice:
         used = 0
         for token_id in output.token_ids:
             if output.logprobs:
-                offsets.append(detokenizer.num_decoded_chars)
+                offsets.append(detokenizer.start_of(token_id))
             used += 1
             self._num_tokens += 1
             if used <= num_text_tokens:

@@ -36,10 +36,9 @@ class Detokenizer:
         self._beginnings = [0] * len(self._stop)
         self.stopped_by: str | None = None
 
-    @property
-    def num_decoded_chars(self) -> int:
-        """Counts the characters decoded so far, including those held back: where the next token's text begins."""
-        return self._text.num_chars
+    def start_of(self, token_id: int) -> int:
+        """Returns where the text of the next token begins, behind all decoded so far, including what is held back."""
+        return self._text.start_of(token_id)
 
     def push(self, token_id: int, *, check_stop: bool = True) -> str:
         """Returns the text that is now certain. Without `check_stop`, which only the first tokens may be, no stop

@@ -36,6 +36,10 @@ class TextStream(Protocol):
         """Returns the text that is now certain."""
         ...
 
+    def start_of(self, token_id: int) -> int:
+        """Returns where in the text of all pieces that of the next token begins, as far as is known."""
+        ...
+
     def flush(self) -> str:
         """Returns the rest of the text when the sequence has ended. An incomplete character becomes U+FFFD."""
         ...
@@ -65,6 +69,17 @@ class ByteStream:
         text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         self.num_chars += len(text)
         return text
+
+    def start_of(self, token_id: int) -> int:
+        """Returns where the character begins that the token completes or goes on with; if it does neither, the next
+        character."""
+        pending, _ = self._decoder.getstate()
+        first = b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)[:1]
+        try:
+            codecs.utf_8_decode(pending + first, "strict", False)
+        except UnicodeDecodeError:
+            return self.num_chars + len(pending.decode("utf-8", "replace"))
+        return self.num_chars
 
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)
@@ -126,6 +141,9 @@ class LibraryStream:
             return self._advance_to(self._decode_all())
         self.num_chars += len(text)
         return text
+
+    def start_of(self, token_id: int) -> int:
+        return self.num_chars
 
     def flush(self) -> str:
         return self._advance_to(self._decode_all())

@@ -82,9 +82,10 @@ async def _text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int
         stream.num_chars = -1
 
     def offset_of(token_id: int) -> int:
-        start = min(max(0, stream.num_chars), len(text))
-        if has_text(token_id, start):
-            stream.push(token_id)
+        start = min(max(0, stream.start_of(token_id)), len(text))
+        if not has_text(token_id, start):
+            return min(max(0, stream.num_chars), len(text))
+        stream.push(token_id)
         return start
 
     return await in_turns(offset_of, token_ids)

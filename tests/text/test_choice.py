@@ -20,6 +20,14 @@ def test_the_text_behind_a_prompt_is_that_of_its_tokens() -> None:
     assert (stopped.text, stopped.stop_reason) == ("", " world")
 
 
+async def test_a_token_begins_behind_a_character_that_it_does_not_complete(tokenizer: Tokenizer) -> None:
+    first, second, third, after = await ids(tokenizer, "你", "a")
+    logprobs = tuple(TokenLogprobs(token_id, -0.5, 1, ()) for token_id in (first, second, after, first, second, third))
+    token_ids = tuple(entry.token_id for entry in logprobs)
+    chunk = Choice(tokenizer, SamplingParams(), ()).consume(TokenOutput(0, token_ids, logprobs, FinishReason.LENGTH))
+    assert (chunk.text, chunk.text_offsets) == ("\ufffda你", (0, 0, 1, 2, 2, 2))
+
+
 async def ids(tokenizer: Tokenizer, *texts: str) -> list[int]:
     """Returns the tokens of texts that are one token each."""
     return [token_id for text in texts for token_id in await tokenizer.encode(text, add_special_tokens=False)]

@@ -58,3 +58,11 @@ def configure_logging(process: str, level: str) -> None:
     # uvicorn notes its start and end under the name uvicorn.error, which a search for errors would find in every log.
     for chatty in ("asyncio", "grpc", "httpx", "httpcore", "transformers", "urllib3", "uvicorn"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_failure)
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    """Tells of a record of gRPC's whether it is more than a call that had just ended, by its client or its deadline,
+    when it was to be answered. gRPC itself knows that as a rule, but not if both come at the same moment."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"

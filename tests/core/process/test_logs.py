@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from kvrelay.core.process.logs import configure_logging
 
@@ -16,8 +17,11 @@ def root_logger() -> Iterator[None]:
     """Restores the root logger afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    of_grpc = logging.getLogger("grpc._cython.cygrpc")
+    filters = list(of_grpc.filters)
     yield
     root.handlers, root.level = handlers, level
+    of_grpc.filters = filters
 
 
 def test_a_record_is_one_line_with_time_level_process_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +47,20 @@ def test_chatty_libraries_log_only_warnings_at_any_level(capsys: pytest.CaptureF
     logging.getLogger("httpx").warning("shown as well")
     lines = capsys.readouterr().err.splitlines()
     assert [line.rsplit(": ", 1)[1] for line in lines] == ["shown", "shown as well"]
+
+
+def test_an_answer_to_a_call_that_has_just_ended_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("router", "debug")
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    for error in (cygrpc.ExecuteBatchError("too late"), ValueError("a fault")):
+        try:
+            raise error
+        except Exception:
+            logger.exception("raised by a servicer method")
+    logger.error("another")
+    written = capsys.readouterr().err
+    assert "too late" not in written
+    assert "ValueError: a fault" in written and written.endswith(": another\n")
 
 
 def test_a_process_that_configures_twice_logs_each_record_once(capsys: pytest.CaptureFixture[str]) -> None:

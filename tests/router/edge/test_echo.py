@@ -1,5 +1,6 @@
 """Completions that repeat their prompt with its log-probabilities, by which clients rate texts that they have."""
 
+import random
 from typing import Any
 
 import pytest
@@ -124,6 +125,24 @@ async def test_a_space_that_a_decoder_drops_is_not_counted(text: str, token_ids:
     found = PromptLogprobs.of([TokenLogprobs(token_id, -0.5, 1) for token_id in token_ids[1:]])
     encoded = await encoded_logprobs(sentencepiece_like(), Echo(text), token_ids, found)
     assert encoded["text_offset"].decode() == offsets
+
+
+async def test_offsets_are_right_behind_incomplete_characters(tokenizer: Tokenizer) -> None:
+    """Those become U+FFFD once it is certain that nothing completes them; a special token has text behind them."""
+    ids = range(len(tokenizer.backend.get_vocab()))
+    incomplete = [token_id for token_id in ids if "\ufffd" in tokenizer.token_text(token_id)]
+    rng = random.Random(1)
+    for _ in range(100):
+        kinds = ([rng.choice(incomplete)], [rng.choice(sorted(tokenizer.special_token_ids))], rng.choices(ids, k=2))
+        token_ids = [token_id for kind in rng.choices(kinds, k=8) for token_id in kind]
+        text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        found = PromptLogprobs.of([TokenLogprobs(token_id, -0.5, 1) for token_id in token_ids[1:]])
+        encoded = await encoded_logprobs(tokenizer, Echo(text), token_ids, found)
+        offsets = list(map(int, encoded["text_offset"].split(b",")))
+        assert offsets == sorted(offsets)
+        for token_id, offset in zip(token_ids, offsets, strict=True):
+            piece = tokenizer.token_text(token_id)
+            assert "\ufffd" in piece or text.startswith(piece, offset), (token_ids, token_id, offset)
 
 
 async def test_a_token_that_only_the_model_knows_has_no_text(tokenizer: Tokenizer) -> None:
