@@ -13,7 +13,8 @@
 6. `ReleaseLeases`, expiry, or a stall of the node (`stall.py`) ends the lease. The blocks stay cached under their names
    until they are evicted.
 
-Invariant: a stream that ends before `finished` leaves nothing behind; one that ends later leaves only the lease.
+Invariant: a stream that ends before the router was told of the lease, or before `finished`, leaves nothing behind; one
+that ends later leaves only the lease.
 """
 
 import asyncio
@@ -60,6 +61,7 @@ class _Prefill:
     prompt: PromptOutput | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
     fetches: FetchReport = NOTHING_FETCHED
+    accepted: bool = False  # the lease's time has begun
     finished: bool = False
     has_gap: bool = False  # publishing has failed for some blocks
     all_offered: bool = False  # to the connector, whether or not it has published them
@@ -116,6 +118,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         try:
             await self._node.engine_thread.call(lambda engine: engine.add(engine_request))
             self._leases.renew([request_id], _lease_seconds(request.lease_ttl_ms))  # by the router, once it hears of it
+            prefill.accepted = True
             yield pb.PrefillEvent(accepted=pb.PrefillAccepted(lease_id=request_id))
             while (event := await prefill.events.get()) is not None:
                 if isinstance(event, NotFiniteError):
@@ -142,7 +145,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         if prefill.reception is not None:
             prefill.reception.cancel()
             prefill.reception = None  # it refers to `prefill`, and the prompt would stay until a collection of garbage
-        if not prefill.finished:
+        if not (prefill.accepted and prefill.finished):
             self._leases.release([request_id])
             self._node.engine_thread.post(lambda engine: engine.abort(request_id))
         self._end_activity(request_id)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
@@ -325,6 +326,20 @@ async def test_a_request_that_is_given_up_before_the_engine_has_taken_it_leaves_
         taking.set()
         assert await step
         await node.check_idle()
+
+
+async def test_a_call_that_ends_before_its_lease_has_a_time_leaves_none() -> None:
+    """Though its prompt is computed: a loop that was busy gets the engine's answer and the first token together."""
+    async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
+        accepted = asyncio.ensure_future(anext(prefill(service, "a", PROMPT[:10])))
+        await asyncio.sleep(0)  # the engine is asked
+        while len(node.engine_thread._calls._calls) < 2:
+            time.sleep(0.001)  # noqa: ASYNC251  # the loop is busy
+        asyncio.get_running_loop().call_soon(accepted.cancel)  # behind the turn that hands both over
+        with pytest.raises(asyncio.CancelledError):
+            await accepted
+        await node.check_idle()
+        assert len(node.activity) == 0
 
 
 async def test_leases_expire_without_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
