@@ -84,16 +84,23 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
 _STRUCTURED = "there is no structured output"
 _TEMPLATE = "in chat, chat_template_kwargs sets the variables of the model's template"
 _NODES = "the router chooses the nodes of a request by itself"
+_BIAS = "logit_bias makes single tokens likelier or less likely"
+_TOKENS = "answers over gRPC have token ids"
 _OF_CHAT = "it belongs to POST /v1/chat/completions"
 _OF_COMPLETIONS = "it belongs to POST /v1/completions"
 REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"), _STRUCTURED),
     **dict.fromkeys(("structural_tag", "structured_outputs", "regex", "ebnf", "json_schema"), _STRUCTURED),
-    **dict.fromkeys(("reasoning_effort", "reasoning"), _TEMPLATE),
+    **dict.fromkeys(("reasoning_effort", "reasoning", "chat_template", "verbosity"), _TEMPLATE),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor"), _BIAS),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), _TOKENS),
     **dict.fromkeys(("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"), _NODES),
     **dict.fromkeys(("messages", "add_generation_prompt"), _OF_CHAT),
     **dict.fromkeys(("prompt", "echo", "add_special_tokens"), _OF_COMPLETIONS),
     "chat_template_kwargs": _OF_CHAT,
+    "input_ids": "in completions, prompt takes token ids",
+    "no_stop_trim": "give include_stop_str_in_output",
+    "truncate_prompt_tokens": "give a shorter prompt; POST /tokenize counts its tokens",
     "max_completion_tokens": "give max_tokens",
     "top_logprobs": "give their number as logprobs",
     "extra_key": "give cache_salt, which separates caches",
