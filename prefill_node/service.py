@@ -13,8 +13,8 @@
 6. `ReleaseLeases`, expiry, or a stall of the node (`stall.py`) ends the lease. The blocks stay cached under their names
    until they are evicted.
 
-Invariant: a stream that ends before the router was told of the lease, or before `finished`, leaves nothing behind; one
-that ends later leaves only the lease.
+Invariant: a stream that ends before the lease's time has begun, or before `finished`, leaves nothing behind; one that
+ends later leaves only the lease.
 """
 
 import asyncio

@@ -148,8 +148,8 @@ class BlockPool:
             if name not in names:
                 names.add(name)
                 left += self._children.get(name, ())
-        self._lost_names += names - self._index.keys()
-        block_ids = {self._index[name] for name in names & self._index.keys()}
+        self._lost_names += [name for name in names if name not in self._index]
+        block_ids = {self._index[name] for name in names if name in self._index}
         pinned = [block_id for block_id in block_ids - self._distrusted if self._pins[block_id]]
         self._distrusted |= block_ids
         if pinned:

@@ -84,8 +84,8 @@ class Publisher:
                 for batch in batches:
                     for notify in batch.notify:
                         notify(are_published)
-                if distrusted := [name for batch in batches for name in batch.distrusted]:
-                    await self._connector.discard(distrusted)
+                if distrusted := dict.fromkeys(name for batch in batches for name in batch.distrusted):
+                    await self._connector.discard(tuple(distrusted))
             finally:
                 for batch in batches:
                     if batch.is_over is not None:

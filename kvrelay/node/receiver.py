@@ -131,7 +131,8 @@ class Receiver:
             self._context.engine_thread.post(lambda engine: engine.unpin(block_ids))
 
     async def _wait_for_more(self) -> None:
-        if self._ladder.is_doubtful:  # whoever is asked next may have fetched what came of a bad block
+        asks_others = self._quiet or self._wait_seconds is not None
+        if asks_others and self._ladder.is_doubtful:  # another node may fetch what came of the bad block
             self.end()
             return
         if self._quiet:

@@ -70,7 +70,7 @@ class NodeOptions(ProcessSettings):
         "order, such as ucx,redis: each is asked for what those before it cannot provide, redis after every node that "
         "has it. auto: shared_memory on loopback (and so with kvrelay serve); otherwise shared_memory,ucx if ucxx is "
         "installed and there is a cluster secret, else redis. A start whose self-test of one fails ends, but auto "
-        "leaves out shared memory; a Redis that cannot be reached is used once it can.",
+        "leaves out shared memory before ucx; a Redis that cannot be reached is used once it can.",
     )
     redis_url: SecretStr = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"),

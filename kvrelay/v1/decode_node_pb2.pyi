@@ -115,7 +115,8 @@ global___Admit = Admit
 @typing.final
 class Pull(google.protobuf.message.Message):
     """The prompt's first `num_blocks` blocks can be fetched from `source`. Counts only grow. With `ended` this source announces no more: a
-    node that has asked every source it knows and still misses blocks says `kv_missing`, and waits for another source or for `final`.
+    node that has asked every source it knows and still misses blocks says `kv_missing`, and waits for another source or for `final`, unless
+    a block was damaged: then it computes what it misses.
     After `final` there is no other source: the node computes what it could not fetch.
     """
 

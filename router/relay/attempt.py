@@ -8,7 +8,8 @@
    the start of decoding; nothing waits for the transfer. Outputs that end with this token are over; if all are, D is
    told to abort the request.
 5. P's stream ends, because P has published what it could or because it has failed. D is told that P announces no more.
-   a. D reports what it could fetch neither from P nor from the other holders and the store it knows of (`KVMissing`).
+   a. D reports what it could fetch neither from P nor from the other holders and the store it knows of (`KVMissing`),
+      unless a node has sent it a damaged block: then it computes what it misses.
    b. Once per attempt, another prefill node is asked for it (`Refill`). Its announcements are forwarded to D as well.
    c. If there is no other node, or it fails too, or it could send the blocks only through the store that has failed D,
       D is told that no more will come, and computes what it misses.

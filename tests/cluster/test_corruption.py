@@ -129,6 +129,7 @@ async def test_what_comes_of_damaged_memory_does_not_return_through_the_store(
         async with asyncio.timeout(10):
             while name in holder.event_log.since(None).stored:
                 await asyncio.sleep(0.002)
+        await holder.all_published()  # Redis has been told as well
         again = await running.generate(long, max_tokens=12)
         assert again.tokens[0] == reference.generate(long, 12)
 

@@ -81,51 +81,60 @@ async def test_corrupted_blocks_come_from_another_holder(
     assert served.how.kv == KVOrigins(num_holder_blocks=fetched_by_prefill + NUM_BLOCKS)
 
 
+@pytest.mark.parametrize("prefill_nodes", [1, 2])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_corrupted_blocks_are_prefilled_by_another_node(
-    model: Path, undisturbed: dict[str, Served], sampling: str
+async def test_corrupted_blocks_that_no_other_node_holds_are_computed_where_they_are_read(
+    model: Path, undisturbed: dict[str, Served], sampling: str, prefill_nodes: int
 ) -> None:
-    async with nodes(model, 2, 1) as running:
+    """No other prefill node is asked: it might fetch from a store what was computed from them."""
+    async with nodes(model, prefill_nodes, 1) as running:
         Interference(running.node("prefill-0"), corrupt=True)
         served = await running.generate(PROMPT, **SAMPLINGS[sampling])
         assert num_refused(running) == NUM_BLOCKS
     check_same(served, undisturbed[sampling])
     assert len(served.prompt_logprobs) == len(undisturbed[sampling].prompt_logprobs)
-    assert served.how.kv == KVOrigins(num_refill_blocks=NUM_BLOCKS, num_refilled_tokens=len(PROMPT))
-    assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-0", 0)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_corrupted_blocks_are_computed_when_nobody_else_can(
-    model: Path, undisturbed: dict[str, Served], sampling: str
-) -> None:
-    async with nodes(model, 1, 1) as running:
-        Interference(running.node("prefill-0"), corrupt=True)
-        served = await running.generate(PROMPT, **SAMPLINGS[sampling])
-        assert num_refused(running) == NUM_BLOCKS
-    check_same(served, undisturbed[sampling])
     assert served.how.kv == KVOrigins(num_recomputed_tokens=len(PROMPT))
+    assert (served.how.prefill_node, served.how.num_migrations) == ("prefill-0", 0)
 
 
 async def test_a_corrupted_refill_leaves_the_prompt_to_the_decode_node(
     model: Path, undisturbed: dict[str, Served]
 ) -> None:
     async with nodes(model, 3, 1) as running:
-        for index in range(3):
+        dying = Interference(running.node("prefill-0"))
+        dying.open.clear()
+        for index in (1, 2):
             Interference(running.node(f"prefill-{index}"), corrupt=True)
-        served = await running.generate(PROMPT, **SAMPLINGS["sampled"])
-        assert num_refused(running) == 2 * NUM_BLOCKS, "one refill per attempt"
+        served = await served_with(running, PROMPT, lambda: running.kill("prefill-0"), **SAMPLINGS["sampled"])
+        dying.open.set()
+        assert num_refused(running) == NUM_BLOCKS, "one refill per attempt"
     check_same(served, undisturbed["sampled"])
     assert served.how.kv == KVOrigins(num_refilled_tokens=len(PROMPT), num_recomputed_tokens=len(PROMPT))
 
 
-async def test_corrupted_blocks_come_from_the_store(model: Path, undisturbed: dict[str, Served]) -> None:
+async def test_corrupted_blocks_do_not_come_from_the_store(model: Path, undisturbed: dict[str, Served]) -> None:
+    """Their holder may have put there what it has computed from them."""
     store: dict[BlockHash, bytes] = {}
     async with nodes(model, 2, 1) as running:
         Interference(running.node("prefill-0"), corrupt=True, store=store)
         Interference(running.node("decode-0"), store=store)
         served = await running.generate(PROMPT, **SAMPLINGS["sampled"])
         assert num_refused(running) == NUM_BLOCKS
+    check_same(served, undisturbed["sampled"])
+    assert served.how.kv == KVOrigins(num_recomputed_tokens=len(PROMPT))
+
+
+async def test_missing_blocks_come_from_the_store(model: Path, undisturbed: dict[str, Served]) -> None:
+    store: dict[BlockHash, bytes] = {}
+    async with nodes(model, 2, 1) as running:
+        losing = Interference(running.node("prefill-0"), store=store)
+        Interference(running.node("decode-0"), store=store)
+        gate = running.hold("decode-0")
+        serving = asyncio.create_task(running.generate(PROMPT, **SAMPLINGS["sampled"]))
+        await losing.has_published(NUM_BLOCKS)
+        await running.node("prefill-0").engine_thread.call(lambda engine: losing.retract(range(engine.pool.num_blocks)))
+        gate.set()
+        served = await serving
     check_same(served, undisturbed["sampled"])
     assert served.how.kv == KVOrigins(num_store_blocks=NUM_BLOCKS)
 

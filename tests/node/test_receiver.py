@@ -80,6 +80,19 @@ async def test_a_damaged_block_and_those_behind_it_come_from_the_next_holder_and
         assert case.refused == [RefusedBlock(case.p.source, case.reservation.missing[1].block_hash)]
 
 
+async def test_a_damaged_block_of_one_holder_leaves_the_rest_to_the_source_that_announces() -> None:
+    async with reception() as case:
+        for holder in (case.h, case.p):
+            await holder.hold(case.reservation, 5)
+        case.h.corrupt(1)
+        case.receiver.add_holder(case.h.source, 5)
+        task = asyncio.create_task(case.run())
+        while not case.refused:
+            await asyncio.sleep(0)
+        case.receiver.announce(case.p.source, 5)
+        assert await task == FetchReport(37, (("h", 1), ("p", 4)), num_refused=1)
+
+
 async def test_behind_a_damaged_block_no_other_source_is_waited_for() -> None:
     """A prefill node asked for the rest might fetch from the store what was computed from the block."""
     async with reception() as case:

@@ -112,8 +112,8 @@ def largest_step(limits: StepLimits, block_size: int) -> SchedulerOutput:
 def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
     """Returns plans that launch a prompt's attention and products in every way, so that all kernels are compiled before
     a request waits for them. They are prompts of several lengths, alone and together with a decode, whose tokens all
-    stay until the end of the step; and the ends of ever shorter prompts, whose last layer attends with one token or
-    with all. Recorded steps are compiled when they are recorded."""
+    stay until the end of the step; a whole chunk at the end of the longest prompt; and the ends of ever shorter ones,
+    whose last layer attends with one token or with all. Recorded steps are compiled when they are recorded."""
     longest = max(1, min(limits.max_num_batched_tokens - 1, limits.max_model_len - 1))
     plans = []
     for length in sorted({min(length, longest) for length in (*_SHORTER_PROMPTS, longest)}, reverse=True):
@@ -122,6 +122,9 @@ def smaller_steps(limits: StepLimits, block_size: int) -> list[SchedulerOutput]:
         if min(limits.max_num_seqs, limits.max_num_batched_tokens) > 1:
             plans.append(SchedulerOutput((ScheduledSequence((0,), 0, (0,), ()), prompt), ()))
     end = limits.max_model_len - 1
+    if end > 1:
+        whole_chunk = _prompt(min(end, limits.max_num_batched_tokens), end, block_size, num_rows=1, all_stay=True)
+        plans.append(SchedulerOutput((whole_chunk,), ()))
     while limits.max_num_batched_tokens > 1 < end:
         for all_stay in (False, True):
             plans.append(SchedulerOutput((_prompt(2, end, block_size, num_rows=1, all_stay=all_stay),), ()))
