@@ -7,7 +7,7 @@
 3. `Pull` says which blocks can be fetched; a `Receiver` fetches them, and the connector verifies them, while the
    prefill node computes the next chunk. Blocks that do not arrive are requested from other holders, then from the
    store. Those that nobody has are reported to the router (`kv_missing`), which names another prefill node or says that
-   no more will come; they are not where a node has sent a damaged block.
+   no more will come. After a damaged block from a node nothing is reported: what is missing is computed here.
 4. `Start` brings the first tokens. When every block is here, or no more will come, the engine continues from them
    (`kv_ready`) and computes the blocks that did not arrive.
 5. An engine step sends each router at most one message, with all its new tokens; those of steps shorter than

@@ -63,6 +63,7 @@ class Policy(Protocol):
 
 
 def without_prefill_node(facts: RequestFacts, decode: DecodeCandidate, candidates: Candidates) -> Placement:
+    """Returns the placement on `decode` alone, to which no prefill node's KV gets."""
     sources = sources_for(facts, decode, candidates)
     return Placement(None, decode.node_id, PlacementReason.NO_PREFILL_NODE, decode_sources=sources)
 
@@ -70,6 +71,7 @@ def without_prefill_node(facts: RequestFacts, decode: DecodeCandidate, candidate
 def disaggregated(
     facts: RequestFacts, prefill: PrefillCandidate, decode: DecodeCandidate, candidates: Candidates
 ) -> Placement:
+    """Returns the placement on both, with the nodes from which each may fetch."""
     return Placement(
         prefill.node_id,
         decode.node_id,
@@ -80,6 +82,7 @@ def disaggregated(
 
 
 def refill_by(facts: RequestFacts, prefill: PrefillCandidate, candidates: Candidates) -> RefillPlacement:
+    """Returns the refill by `prefill`, with the nodes from which it may fetch."""
     return RefillPlacement(prefill.node_id, sources_for(facts, prefill, candidates))
 
 
