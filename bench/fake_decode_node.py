@@ -1,20 +1,20 @@
 """A decode node without an engine: prompts and tokens take it no time, so that only the router remains to be measured.
 
 It is a process (`python -m bench.fake_decode_node --vocab-size N`) that prints its address and ends with its standard
-input. The first token of a request comes at once; then every step sends one message with a token for each request, as
-an engine's would.
+input. The first token of a request comes at once; then every step sends a token for each request, as an engine's would:
+in one message, with those of earlier steps for which the router had no time yet.
 """
 
 import asyncio
-import math
 import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import grpc
 
 from bench.arguments import script_parser
+from decode_node.router_stream import RouterStream
+from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.node_report import PROTOCOL
 from kvrelay.core.process.lifecycle import on_stdin_closed
 from kvrelay.core.rpc.connections import serve_insecure, server_options
@@ -65,57 +65,62 @@ class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: Any
     ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
-        left: dict[str, int] = {}  # output tokens to come, by request
-        fresh: list[str] = []
-        wake = asyncio.Event()
-
-        async def read() -> None:
-            async for command in request_iterator:
-                match command.WhichOneof("command"):
-                    case "admit":
-                        left[command.admit.request_id] = command.admit.sampling_params.max_tokens
-                        fresh.append(command.admit.request_id)
-                    case "abort":
-                        left.pop(command.abort.request_id, None)
-                wake.set()
-
-        reader = asyncio.create_task(read())
-        now = asyncio.get_running_loop().time
-        due = math.inf  # when the next step is; what is sent in between does not put it off
+        steps = _Steps(RouterStream(), self._step)
+        reader = asyncio.create_task(steps.run(request_iterator))
         try:
-            while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout_at(due if left else None):
-                        await wake.wait()
-                wake.clear()
-                is_due = now() >= due
-                update = decode_node_pb2.DecodeUpdate()
-                for request_id in fresh:
-                    update.events.add(request_id=request_id).prompt_computed.num_cached_tokens = 0
-                for request_id in list(left) if is_due else fresh:
-                    if request_id in left:
-                        _add_token(update, request_id, left)
-                fresh.clear()
-                if not left:
-                    due = math.inf
-                elif is_due:
-                    due += self._step
-                else:
-                    due = min(due, now() + self._step)
-                if update.events:
-                    yield update
+            async for update in steps.stream.updates():
+                yield update
         finally:
             reader.cancel()
+            steps.close()
 
 
-def _add_token(update: decode_node_pb2.DecodeUpdate, request_id: str, left: dict[str, int]) -> None:
-    left[request_id] -= 1
-    tokens = update.events.add(request_id=request_id).tokens
-    tokens.token_ids.append(FIRST_ID + left[request_id] % NUM_IDS)
-    tokens.stop_token_id = -1
-    if left[request_id] == 0:
-        tokens.finish_reason = common_pb2.FINISH_REASON_LENGTH
-        del left[request_id]
+class _Steps:
+    """The requests of one router, and the steps that make their tokens for as long as there are any. A step that comes
+    late, because the loop was busy, is made up for."""
+
+    def __init__(self, stream: RouterStream, seconds: float) -> None:
+        self.stream = stream
+        self._seconds = seconds
+        self._left: dict[str, int] = {}  # output tokens to come, by request
+        self._due: float | None = None  # when the next step is, in loop time; None without requests
+
+    async def run(self, commands: AsyncIterator[decode_node_pb2.DecodeCommand]) -> None:
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "admit":
+                    self._admit(command.admit.request_id, command.admit.sampling_params.max_tokens)
+                case "abort":
+                    self._left.pop(command.abort.request_id, None)
+
+    def close(self) -> None:
+        self._left.clear()
+
+    def _admit(self, request_id: str, num_tokens: int) -> None:
+        self._left[request_id] = num_tokens
+        computed = decode_node_pb2.PromptComputed()
+        self.stream.send(decode_node_pb2.DecodeEvent(request_id=request_id, prompt_computed=computed))
+        self._add_token(request_id)
+        if self._due is None:
+            self._wait(asyncio.get_running_loop().time())
+
+    def _step(self, due: float) -> None:
+        for request_id in list(self._left):
+            self._add_token(request_id)
+        self._wait(due)
+
+    def _wait(self, last: float) -> None:
+        self._due = last + self._seconds if self._left else None
+        if self._due is not None:
+            asyncio.get_running_loop().call_at(self._due, self._step, self._due)
+
+    def _add_token(self, request_id: str) -> None:
+        self._left[request_id] -= 1
+        left = self._left[request_id]
+        finish_reason = None if left else FinishReason.LENGTH
+        self.stream.send_output(request_id, TokenOutput(0, (FIRST_ID + left % NUM_IDS,), finish_reason=finish_reason))
+        if finish_reason is not None:
+            del self._left[request_id]
 
 
 async def serve(vocab_size: int, step: float) -> None:

@@ -4,7 +4,8 @@
 
 1. Streamed tokens per second through one router, over SSE and gRPC; with --wrk also measured with wrk, whose own cost
    is small. The router's processor time per token says what it could do with a core to itself, however busy the
-   machine is.
+   machine is. A router that cannot keep up with the node gets several tokens of a stream at a time, and so do clients;
+   `--step-ms` sets what the node offers.
 2. Time to first token of one prompt at a time, through the router and directly at the node over its own protocol. The
    difference is what the router adds: to token ids, and over HTTP also to a text, which it tokenises.
 """
@@ -65,13 +66,15 @@ def throughput(url: str, router: int, options: argparse.Namespace) -> list[Figur
     per_token = (processor_seconds(router) - before) / summary.output_tokens
     protocol = url.partition(":")[0]
     print(
-        f"{protocol}, {options.concurrency} streams: {summary.output_tokens_per_second:8.0f} tokens/s; of "
-        f"a core, the router took {per_token * 1e6:.1f} us for each ({1 / per_token:.0f} a second), this client "
+        f"{protocol}, {options.concurrency} streams: {summary.output_tokens_per_second:8.0f} tokens/s, "
+        f"{result.tokens_per_piece:.1f} in a piece; of a core, the router took {per_token * 1e6:.1f} us for each "
+        f"({1 / per_token:.0f} a second), this client "
         f"{result.client_cpu_seconds / summary.output_tokens * 1e6:.1f} us",
         flush=True,
     )
     return [
         Figure(f"{protocol}: streamed", summary.output_tokens_per_second, "tokens/s"),
+        Figure(f"{protocol}: tokens in a piece", result.tokens_per_piece),
         Figure(f"{protocol}: processor time of a token", per_token * 1e6, "us"),
     ]
 

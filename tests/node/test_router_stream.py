@@ -1,12 +1,18 @@
 """One message to a router has one event per output, and a request's events in the order in which they were sent."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
+import grpc
 
 from decode_node.router_stream import RouterStream
 from kvrelay.core.errors import ContextLengthError, NotFiniteError, NotTakenError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
+from kvrelay.core.rpc.connections import channel_options, serve_insecure, server_options
 from kvrelay.core.rpc.wire import output_from_wire
 from kvrelay.v1 import decode_node_pb2 as pb
+from kvrelay.v1 import decode_node_pb2_grpc
 from tests.node.router_end import failure
 
 
@@ -99,3 +105,49 @@ async def test_a_message_that_has_left_is_not_added_to() -> None:
     stream.send_output("a", TokenOutput(0, (6,)))
     second = await events_of(stream)
     assert [list(event.tokens.token_ids) for event in (*first, *second)] == [[5], [6]]
+
+
+class CountingNode(decode_node_pb2_grpc.DecodeNodeServicer):
+    """A decode node that makes so many tokens for each of 64 requests, one in each turn of its loop."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self.has_made_all = asyncio.Event()
+
+    async def Serve(self, request_iterator: object, context: object) -> AsyncIterator[pb.DecodeUpdate]:
+        stream = RouterStream()
+        making = asyncio.create_task(self._make(stream))
+        async for update in stream.updates():
+            yield update
+        await making
+
+    async def _make(self, stream: RouterStream) -> None:
+        for token_id in range(self._num_tokens):
+            for number in range(64):
+                stream.send_output(f"cmpl-{number:032}", TokenOutput(0, (token_id,)))
+            await asyncio.sleep(0)
+        stream.close()
+        self.has_made_all.set()
+
+
+async def test_a_router_that_was_busy_does_not_read_every_step_that_it_has_missed() -> None:
+    """It would lag behind for ever if it takes longer for a message than a step does."""
+    node = CountingNode(2000)
+    server = grpc.aio.server(options=server_options())
+    decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(node, server)
+    port = await serve_insecure(server, "127.0.0.1", 0)
+    received: dict[str, list[int]] = {}
+    num_messages = 0
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+            stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
+            async with asyncio.timeout(60.0):
+                async for update in stub.Serve():
+                    await node.has_made_all.wait()
+                    num_messages += 1
+                    for event in update.events:
+                        received.setdefault(event.request_id, []).extend(event.tokens.token_ids)
+    finally:
+        await server.stop(None)
+    assert num_messages < 40
+    assert list(received.values()) == [list(range(2000))] * 64

@@ -15,7 +15,7 @@ from kvrelay.core.process.listening import address_of, check_port
 from kvrelay.core.rpc.health_service import HealthService
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# gRPC sends a ping after so long without a message. With messages it sends others, which measure the connection.
+# gRPC sends a ping after so long without a message. With messages a server sends others, which measure the connection.
 KEEPALIVE_MS = 10_000
 # How long the other machine may acknowledge nothing. gRPC's keepalive timeout is only that, TCP_USER_TIMEOUT: it waits
 # for the answer to any ping, which is that of the process, for its ping timeout.
@@ -24,7 +24,11 @@ PING_TIMEOUT_MS = 60_000
 # How much longer the other process may take to answer than it may be silent: this one may be stopped for a while
 # (SIGSTOP), and when it goes on, gRPC looks at its timers before it reads the answers that wait.
 STOPPED_MS = 10_000
-FLOW_WINDOW_BYTES = 1024 * 1024
+# What a server receives of one call before it has read it, at first: prompts may come faster than it reads them.
+SERVER_WINDOW_BYTES = 1024 * 1024
+# What a client does, beyond the message that it is about to read. Tokens that wait at their node travel together
+# (decode_node/router_stream.py), while those that have been sent can only be read one message after the other.
+CLIENT_WINDOW_BYTES = 16 * 1024
 # Calls that have arrived and that the loop has not looked at yet. gRPC cancels further ones, by default some of those
 # beyond a thousand, and the client cannot tell why; a router refuses what is too much for it in its own words.
 MAX_PENDING_CALLS = 10_000
@@ -48,9 +52,6 @@ def _shared_options(*, max_receive_bytes: int, keepalive_timeout_ms: int, ping_t
         ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # The window is large enough for a burst of steps at first, and grows with the measured bandwidth-delay product.
-        ("grpc.http2.lookahead_bytes", FLOW_WINDOW_BYTES),
-        ("grpc.http2.bdp_probe", 1),
     ]
 
 
@@ -69,6 +70,8 @@ def channel_options(*, silence: float = KEEPALIVE_TIMEOUT_MS / 1e3) -> Options:
             ping_timeout_ms=silence_ms + STOPPED_MS,
         ),
         *WITHOUT_PROXY,
+        ("grpc.http2.lookahead_bytes", CLIENT_WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),  # with it, the window is 128 KiB or more
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(CONNECT_SECONDS * 1e3)),  # how long an attempt may take, in truth
         ("grpc.max_reconnect_backoff_ms", round(RECONNECT_SECONDS * 1e3)),
@@ -91,6 +94,8 @@ def server_options(
             keepalive_timeout_ms=keepalive_timeout_ms,
             ping_timeout_ms=ping_timeout_ms,
         ),
+        ("grpc.http2.lookahead_bytes", SERVER_WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 1),  # the window grows with the bandwidth-delay product
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
