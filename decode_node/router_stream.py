@@ -1,6 +1,6 @@
 """The messages to one router. Events of one turn of the loop travel in one message, and so do those that are sent while
 the message before is being written. Tokens of one output are one event, unless an event of another kind comes
-between them or they are many (`_EVENT_TOKENS`).
+between them for the same request or they are many (`_EVENT_TOKENS`).
 
 Invariant: everything sent before `close` is delivered before the stream ends, a request's events in the order in which
 they were sent.
@@ -30,21 +30,22 @@ class RouterStream:
     def __init__(self) -> None:
         self.request_ids: set[str] = set()
         self._update = pb.DecodeUpdate()
-        self._outputs: dict[tuple[str, int], common_pb2.TokenOutput] = {}  # the last events of `_update`, by output
+        # Of `_update`, by request and output: the events that further tokens are added to.
+        self._outputs: dict[str, dict[int, common_pb2.TokenOutput]] = {}
         self._wake = asyncio.Event()
         self._closed = False
 
     def send(self, event: pb.DecodeEvent) -> None:
         self._update.events.append(event)
-        self._outputs.clear()
+        self._outputs.pop(event.request_id, None)
         self._wake.set()
 
     def send_output(self, request_id: str, output: TokenOutput) -> None:
         """Adds tokens directly to the next message. Runs for every token, while the engine waits for the thread."""
-        key = request_id, output.index
-        tokens = self._outputs.get(key)
+        outputs = self._outputs.setdefault(request_id, {})
+        tokens = outputs.get(output.index)
         if tokens is None or len(tokens.token_ids) >= _EVENT_TOKENS:
-            tokens = self._outputs[key] = self._update.events.add(request_id=request_id).tokens
+            tokens = outputs[output.index] = self._update.events.add(request_id=request_id).tokens
         fill_output(tokens, output)
         self._wake.set()
 

@@ -41,12 +41,17 @@ async def test_tokens_of_an_output_are_one_event() -> None:
     ]
 
 
-async def test_tokens_never_overtake_another_event() -> None:
+async def test_tokens_never_overtake_another_event_of_their_request() -> None:
+    """Those of other requests do not keep them from travelling together."""
     stream = RouterStream()
     stream.send_output("a", TokenOutput(0, (5,)))
+    stream.send_output("b", TokenOutput(0, (8,)))
     stream.send(pb.DecodeEvent(request_id="a", kv_missing=pb.KVMissing(num_missing_tokens=16)))
     stream.send_output("a", TokenOutput(0, (6,)))
-    assert [event.WhichOneof("event") for event in await events_of(stream)] == ["tokens", "kv_missing", "tokens"]
+    stream.send_output("b", TokenOutput(0, (9,)))
+    stream.send_output("a", TokenOutput(0, (7,)))
+    found = [(event.request_id, list(event.tokens.token_ids)) for event in await events_of(stream)]
+    assert found == [("a", [5]), ("b", [8, 9]), ("a", []), ("a", [6, 7])]
 
 
 async def test_what_is_sent_while_the_last_message_is_written_is_delivered_before_the_end() -> None:
