@@ -8,6 +8,7 @@
    `--step-ms` sets what the node offers.
 2. Time to first token of one prompt at a time, through the router and directly at the node over its own protocol. The
    difference is what the router adds: to token ids, and over HTTP also to a text, which it tokenises.
+3. The same time over HTTP while the router streams as much as in 1.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from tokenizers import Tokenizer
 from bench.arguments import positive, script_parser
 from bench.child import child
 from bench.figures import Figure, add_json_file, write_figures
+from bench.open_streams import MODEL
 from bench.proc_stat import processor_seconds
 from bench.python_speed import python_speed
 from bench.whole_run import whole_run
@@ -37,7 +39,6 @@ from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.rpc.connections import channel_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 
-MODEL = "m"
 WRK_SECONDS = 10
 NODE_SECONDS = 60.0  # that the fake node may take for all of its answers
 WRK_SCRIPT = """
@@ -100,30 +101,45 @@ def throughput_by_wrk(url: str, options: argparse.Namespace) -> Figure:
     return Figure("http by wrk: streamed", rate, "tokens/s")
 
 
+def ttft(url: str, options: argparse.Namespace, seed: int, prompt_format: Literal["token_ids", "text"]) -> float:
+    """Returns the median time to first token of one prompt at a time."""
+    result = whole_run(
+        LatencyBenchSettings(
+            url=url,
+            requests=options.ttft_requests,
+            input_len="1000",
+            output_len="2",
+            tokenizer=options.model,
+            prompt_format=prompt_format,
+            seed=seed,
+            progress="off",
+        )
+    )
+    assert result.summary.ttft is not None
+    return result.summary.ttft.p50
+
+
+def ttft_beside_streams(url: str, options: argparse.Namespace) -> Figure:
+    """Prints and returns the time to first token while the router streams all that it can."""
+    arguments = ["-m", "bench.open_streams", url, "--streams", str(options.concurrency)]
+    with child("the process with the streams", arguments) as streams:
+        streams.read_line()
+        beside = statistics.median(ttft(url, options, seed, "token_ids") for seed in range(options.rounds))
+    print(
+        f"http, prompt of 1,000 tokens beside {options.concurrency} streams: TTFT p50 {beside * 1e3:.1f} ms", flush=True
+    )
+    return Figure("http: TTFT beside streams", beside * 1e3, "ms")
+
+
 def added_ttft(
     url: str, node: str, options: argparse.Namespace, prompt_format: Literal["token_ids", "text"] = "token_ids"
 ) -> Figure:
     """Prints the time to first token at `url` and, with token ids, at the node itself, measured in turn. Returns the
     difference."""
 
-    def through_router(seed: int) -> float:
-        result = whole_run(
-            LatencyBenchSettings(
-                url=url,
-                requests=options.ttft_requests,
-                input_len="1000",
-                output_len="2",
-                tokenizer=options.model,
-                prompt_format=prompt_format,
-                seed=seed,
-                progress="off",
-            )
-        )
-        assert result.summary.ttft is not None
-        return result.summary.ttft.p50
-
     pairs = [
-        (through_router(seed), asyncio.run(node_ttft(node, options.ttft_requests))) for seed in range(options.rounds)
+        (ttft(url, options, seed, prompt_format), asyncio.run(node_ttft(node, options.ttft_requests)))
+        for seed in range(options.rounds)
     ]
     added = statistics.median(routed - straight for routed, straight in pairs)
     routed, straight = (statistics.median(values) for values in zip(*pairs, strict=True))
@@ -184,7 +200,8 @@ def measure_router(options: argparse.Namespace, vocab_size: int) -> list[Figure]
             if options.wrk:
                 figures.append(throughput_by_wrk(urls[0], options))
             figures += [added_ttft(url, node, options) for url in urls]
-            return [*figures, added_ttft(urls[0], node, options, "text")]
+            figures.append(added_ttft(urls[0], node, options, "text"))
+            return [*figures, ttft_beside_streams(urls[0], options)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

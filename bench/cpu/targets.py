@@ -209,11 +209,13 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
         ("demo/model",),
         (
             Target("http: streamed", least=15_000),
+            Target("http: tokens in a piece"),
             Target("http by wrk: streamed", least=15_000),
             Target("grpc: streamed"),
             Target("http: added to TTFT", most=1.5),
             Target("grpc: added to TTFT"),
             Target("http, text: added to TTFT"),
+            Target("http: TTFT beside streams"),
         ),
     ),
     Part(

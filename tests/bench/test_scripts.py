@@ -218,6 +218,7 @@ def test_router_throughput(tmp_path: Path, capsys: Capture) -> None:
         check(shown, f"{protocol}, 2 streams: ")
     for prompt in ("http", "grpc", "http, text"):
         check(shown, f"\n{prompt}, prompt of 1,000 tokens: TTFT p50 ")
+    check(shown, "\nhttp, prompt of 1,000 tokens beside 2 streams: TTFT p50 ")
     check(shown, "Python here and now: ")
 
 
