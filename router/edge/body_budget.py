@@ -83,9 +83,9 @@ class BodyShare:
             self._granted = asyncio.get_running_loop().create_future()
             await self._granted
 
-    async def whole(self) -> None:
-        """Waits until the body, which is whole now, may be parsed: large ones take long, and others get their turn in
-        between."""
+    async def turn(self) -> None:
+        """Returns at once for a small body. A large one takes long to parse, and its request to check: others get their
+        turn in between."""
         if self._num_bytes:
             await self._budget.large_bodies.turn()
 

@@ -4,7 +4,6 @@ Invariant: every answer has an `x-request-id`, and every error has OpenAI's form
 wrong.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -30,11 +29,12 @@ from router.edge.body_budget import BodyBudget, BodyShare
 from router.edge.cross_origin import cross_origin
 from router.edge.echo import echoes
 from router.edge.edge import Edge
-from router.edge.http_exchange import EventStream, WholeAnswer, read_json_body, until_disconnect
+from router.edge.http_exchange import EventStream, WholeAnswer, read_json_body
 from router.edge.http_generation import HttpGeneration
 from router.edge.openai_errors import answer_error
 from router.edge.openai_format import ChatFormat, CompletionFormat, Envelope, Format, Json, to_json, tokens_response
 from router.edge.openai_schema import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from router.edge.presence import Presence
 from router.edge.prompt_logprobs import check_prompt_logprobs
 from router.edge.untaken_answers import UntakenAnswers
 from router.edge.validation import ClientRequest, TextPrompt, TokenPrompt
@@ -170,8 +170,8 @@ class _Gateway:
             body = await self._body(request, TokenizeBody, share)
             with self._edge.counting_errors():
                 prompt = body.wanted()
-            work = self._edge.tokenize(prompt, body.model)
-            token_ids, max_model_len = await until_disconnect(request.receive, work)
+            with Presence.of(request.scope):
+                token_ids, max_model_len = await self._edge.tokenize(prompt, body.model)
         id_to_token = self._edge.tokenizer.backend.id_to_token
         token_strs = await in_turns(id_to_token, token_ids) if body.return_token_strs else None
         answer = await tokens_response(token_ids, token_strs, max_model_len=max_model_len)
@@ -200,7 +200,8 @@ class _Gateway:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        page = await until_disconnect(request.receive, self._edge.metrics.page())
+        with Presence.of(request.scope):
+            page = await self._edge.metrics.page()
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def version(self, request: Request) -> Response:
@@ -224,10 +225,12 @@ class _Gateway:
         with ExitStack() as stack:
             admission = stack.enter_context(self._edge.admission())
             with self._bodies.share() as share:
-                work = self._prepared(request, await self._body(request, form, share), call_of, admission)
-                generation, streaming = await until_disconnect(request.receive, work)
+                generation, streaming = await self._prepared(
+                    request, await self._body(request, form, share), call_of, share, admission
+                )
             if streaming is None:
-                whole = await until_disconnect(request.receive, generation.whole())
+                with Presence.of(request.scope):
+                    whole = await generation.whole()
                 return WholeAnswer(whole, self._untaken)
             events = generation.stream(
                 include_usage=streaming.include_usage, continuous_usage=streaming.continuous_usage
@@ -241,26 +244,28 @@ class _Gateway:
         request: Request,
         body: GenerationBodyT,
         call_of: Callable[[GenerationBodyT], _Call],
+        share: BodyShare,
         admission: Admission,
     ) -> tuple[HttpGeneration, _Streaming | None]:
         """Returns the generation of a call, all of whose prompts are admitted before any of them runs, and how its
         answer is streamed."""
-        call = call_of(body)
-        del body
-        # For tens of thousands of biases, to parse the body, to make its call and to check that takes long each. The
-        # event loop turns in between: here, and because this is a task of its own.
-        await asyncio.sleep(0)
-        response_id = f"{call.id_prefix}-{request.scope[_REQUEST_ID]}"
-        num_clients = len(call.clients)
-        ids = [response_id] if num_clients == 1 else [f"{response_id}-{i}" for i in range(num_clients)]
-        routed = await self._edge.admit(dict(zip(ids, call.clients, strict=True)), admission)
-        with self._edge.counting_errors():
-            check_prompt_logprobs(
-                routed,
-                num_copies=routed[0].sampling.n if call.answer_format.prompt_logprobs_in_choices else 1,
-                field="logprobs" if call.echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",
-            )
-            repeated = await echoes(self._edge.tokenizer, call.echoed, num_copies=routed[0].sampling.n)
+        with Presence.of(request.scope):
+            # With tens of thousands of biases, to parse the body, to make its call and to check that takes long each.
+            await share.turn()
+            call = call_of(body)
+            del body
+            await share.turn()
+            response_id = f"{call.id_prefix}-{request.scope[_REQUEST_ID]}"
+            num_clients = len(call.clients)
+            ids = [response_id] if num_clients == 1 else [f"{response_id}-{i}" for i in range(num_clients)]
+            routed = await self._edge.admit(dict(zip(ids, call.clients, strict=True)), admission)
+            with self._edge.counting_errors():
+                check_prompt_logprobs(
+                    routed,
+                    num_copies=routed[0].sampling.n if call.answer_format.prompt_logprobs_in_choices else 1,
+                    field="logprobs" if call.echoed and routed[0].sampling.logprobs is not None else "prompt_logprobs",
+                )
+                repeated = await echoes(self._edge.tokenizer, call.echoed, num_copies=routed[0].sampling.n)
         envelope = Envelope(response_id, self._edge.model_name, int(time.time()))
         generation = HttpGeneration(
             self._edge, routed, call.answer_format, envelope, echoes=repeated, only_echoes=call.only_echoes

@@ -7,9 +7,8 @@ it. When the client disconnects, the work for it is cancelled, and it has ended 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractContextManager, aclosing, closing, nullcontext
-from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.core.errors import CancelledByPeerError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.core.rpc.write_deadline import WRITE_SECONDS, WriteDeadline
-from kvrelay.core.tasks import end_tasks
 from router.edge.body_budget import BodyShare
 from router.edge.http_protocol import ABORT
 from router.edge.idle_comments import COMMENT_SECONDS, IdleComments
+from router.edge.presence import Presence
 from router.edge.untaken_answers import UntakenAnswers
 
 _logger = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ DRAIN_SECONDS = 5.0
 
 _PART_BYTES = 64 << 10  # of an event or a whole answer, that a client has to take in time
 _NO_CONTEXT = nullcontext()
-
-T = TypeVar("T")
 
 
 async def read_json_body(request: Request, max_bytes: int, share: BodyShare, *, seconds: float = BODY_SECONDS) -> bytes:
@@ -93,7 +90,7 @@ async def _read_bounded(request: Request, max_bytes: int, share: BodyShare, seco
             body += chunk
             deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
             await share.hold(len(body))
-    await share.whole()
+    await share.turn()
     return bytes(body)
 
 
@@ -111,24 +108,6 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
                     return
     except TimeoutError:
         return
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. Cancels `work` and raises CancelledByPeerError if the client disconnects before,
-    and UnavailableError if the server stops.
-
-    The body must have been read already, so that the next message received is the disconnect."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise CancelledByPeerError("the client disconnected")
-        return working.result()
-    except asyncio.CancelledError:  # by the server that stops, as in `read_json_body`
-        raise UnavailableError("the router is stopping") from None
-    finally:
-        await end_tasks(working, leaving)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -164,8 +143,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._within:
-                await until_disconnect(receive, self._send_all(send))
+            with self._within, Presence.of(scope):
+                await self._send_all(send)
         except KVRelayError as error:
             if not self._started:
                 raise
@@ -208,7 +187,8 @@ class WholeAnswer(Response):
             return
         drop = scope.get("state", {}).get(ABORT, _nothing)
         try:
-            await until_disconnect(receive, self._send_all(send, drop))
+            with Presence.of(scope):
+                await self._send_all(send, drop)
         except KVRelayError as error:
             await _cut_off(scope, receive, error)
 

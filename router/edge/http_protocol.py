@@ -20,6 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.edge.openai_errors import refusal_body
+from router.edge.presence import PRESENCE, Presence
 
 MAX_HEAD_BYTES = 64 << 10
 # A client may send requests before the first one is answered. As long as fewer than this wait, more is read.
@@ -123,7 +124,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         for cycle in self._unanswered:  # uvicorn tells only the last one
-            cycle.disconnected = not cycle.response_complete
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.scope["state"][PRESENCE].leave()
             cycle.message_event.set()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
@@ -138,7 +141,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.send_400_response(message)
             raise httptools.HttpParserError(message)  # so that nothing more of this read is parsed
         super().on_message_begin()
-        self.scope["state"][ABORT] = self.transport.abort
+        self.scope["state"] |= {ABORT: self.transport.abort, PRESENCE: Presence()}
 
     def data_received(self, data: bytes) -> None:
         self._num_head_bytes += len(data)

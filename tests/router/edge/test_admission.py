@@ -2,24 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client import CollectorRegistry
-from starlette.types import Message, Receive
+from starlette.types import Message
 
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, OverloadedError
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge import edge as edge_module
+from router.edge.body_budget import SMALL_BYTES
 from router.edge.edge import Edge
 from router.edge.fan_in import merged
 from router.edge.gateway import create_app
 from router.edge.metrics import RouterMetrics
 from router.edge.openai_schema import CompletionBody
+from router.edge.presence import PRESENCE, Presence
 from router.edge.validation import ClientRequest, RequestValidator, TextPrompt, TokenPrompt
 from router.request import RoutedRequest
 from tests.checked_fields import note_checks
@@ -185,7 +187,7 @@ async def test_whatever_becomes_of_a_call_its_room_is_given_back(
 async def test_whenever_a_client_leaves_its_room_is_given_back(
     tokenizer: Tokenizer, prompts: list[str], stream: bool
 ) -> None:
-    """Some of its requests, or all, may not have begun."""
+    """Some of its requests, or all, may not have begun, unless there is only one: that begins at once."""
     relay = ScriptedRelay(tokenizer, hang_at=0)
     edge = make_edge(relay)
     app = create_app(edge, version="1.2.3", max_body_bytes=1 << 20)
@@ -194,33 +196,31 @@ async def test_whenever_a_client_leaves_its_room_is_given_back(
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
     left_waiting: set[int] = set()
 
-    def receiving(num_turns: int) -> Receive:
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        turns = iter(range(num_turns))
-
-        async def receive() -> Message:
-            if messages:
-                return messages.pop()
-            for _ in turns:
-                await asyncio.sleep(0)
-            left_waiting.add(len(edge._admissions))
-            return {"type": "http.disconnect"}
-
-        return receive
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Message) -> None:
         pass
 
+    async def leave(presence: Presence, num_turns: int) -> None:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        left_waiting.add(len(edge._admissions))
+        presence.leave()
+
     for num_turns in range(30):
-        await app(dict(scope), receiving(num_turns), send)
+        presence = Presence()
+        leaving = asyncio.create_task(leave(presence, num_turns))
+        await app({**scope, "state": {PRESENCE: presence}}, receive, send)
+        assert leaving.done()
         assert (len(edge._admissions), relay.num_running) == (0, 0)
-    assert left_waiting == set(range(len(prompts) + 1)), "a client left when so many had not begun"
+    expected = range(len(prompts) + 1) if len(prompts) > 1 else [0]
+    assert left_waiting == set(expected), "a client left when so many had not begun"
 
 
-async def test_the_loop_turns_between_parsing_a_body_making_its_call_and_checking_that(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With tens of thousands of biases, each takes long."""
+@asynccontextmanager
+async def noting_turns(monkeypatch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> AsyncIterator[list[int]]:
+    """Yields a list that gets the number of the loop's turn at each call of these methods."""
     turns: list[int] = []
 
     def noting(function: Callable[..., object]) -> Callable[..., object]:
@@ -230,12 +230,32 @@ async def test_the_loop_turns_between_parsing_a_body_making_its_call_and_checkin
 
         return noted
 
-    monkeypatch.setattr(CompletionBody, "parse", noting(CompletionBody.parse))
-    monkeypatch.setattr(CompletionBody, "sampling", noting(CompletionBody.sampling))
-    monkeypatch.setattr(RequestValidator, "sampling", noting(RequestValidator.sampling))
-    async with serving(ScriptedRelay(tokenizer)) as gateway, counting_turns() as num_turns:
-        assert (await gateway.post("/v1/completions", COMPLETION)).status_code == 200
+    for cls, name in methods:
+        monkeypatch.setattr(cls, name, noting(getattr(cls, name)))
+    async with counting_turns() as num_turns:
+        yield turns
+
+
+async def test_the_loop_turns_between_parsing_a_large_body_making_its_call_and_checking_that(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tens of thousands of biases, each takes long."""
+    large = COMPLETION | {"ignored": "x" * SMALL_BYTES}
+    parts = ((CompletionBody, "parse"), (CompletionBody, "sampling"), (RequestValidator, "sampling"))
+    async with serving(ScriptedRelay(tokenizer)) as gateway, noting_turns(monkeypatch, *parts) as turns:
+        assert (await gateway.post("/v1/completions", large)).status_code == 200
     assert len(turns) == len(set(turns)) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_small_request_begins_in_the_turn_in_which_it_is_parsed(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Turns are long while hundreds of streams share the loop."""
+    ends = ((CompletionBody, "parse"), (ScriptedRelay, "run"))
+    async with serving(ScriptedRelay(tokenizer)) as gateway, noting_turns(monkeypatch, *ends) as turns:
+        assert (await gateway.post("/v1/completions", COMPLETION | {"stream": stream})).status_code == 200
+    assert len(turns) == 2 and len(set(turns)) == 1
 
 
 async def test_the_loop_turns_between_the_prompts_of_a_call(relay: ScriptedRelay) -> None:

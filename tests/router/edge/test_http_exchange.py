@@ -20,8 +20,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge.body_budget import BodyBudget
-from router.edge.http_exchange import BODY_BYTES_PER_SECOND, EventStream, read_json_body, until_disconnect
+from router.edge.http_exchange import BODY_BYTES_PER_SECOND, EventStream, read_json_body
 from router.edge.http_protocol import ABORT, MAX_WAITING
+from router.edge.presence import Presence
 from tests.router.edge.edge_parts import ScriptedRelay, http_server
 from tests.router.edge.gateway_client import serving
 
@@ -76,19 +77,6 @@ async def test_a_large_event_is_sent_in_parts_that_each_have_their_time() -> Non
     await EventStream(events())({"type": "http"}, receive, send)
     assert b"".join(sent) == large + b"small" + large
     assert max(map(len, sent)) == 64 << 10 and b"small" in sent
-
-
-async def test_when_work_has_ended_nobody_waits_for_a_disconnect() -> None:
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def work() -> str:
-        return "done"
-
-    before = asyncio.all_tasks()
-    assert await until_disconnect(receive, work()) == "done"
-    assert asyncio.all_tasks() == before
 
 
 async def test_the_connection_of_a_client_that_takes_nothing_is_dropped_with_what_it_buffers() -> None:
@@ -194,7 +182,8 @@ class WaitingServer:
     async def wait(self, request: Request) -> Response:
         self.began.set()
         try:
-            await until_disconnect(request.receive, self.may_answer.wait())
+            with Presence.of(request.scope):
+                await self.may_answer.wait()
         finally:
             self.ended.set()
         return Response("waited")
