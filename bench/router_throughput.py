@@ -36,7 +36,7 @@ from bench.python_speed import python_speed
 from bench.whole_run import whole_run
 from kvrelay.bench.settings import LatencyBenchSettings, ThroughputBenchSettings
 from kvrelay.core.errors import KVRelayError, UnavailableError
-from kvrelay.core.rpc.connections import channel_options
+from kvrelay.core.rpc.connections import SMALL_WINDOW, channel_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 
 WRK_SECONDS = 10
@@ -157,7 +157,7 @@ async def node_ttft(address: str, requests: int) -> float:
     Raises UnavailableError when the node does not answer in time."""
     params = common_pb2.SamplingParams(n=1, max_tokens=2, top_p=1.0, repetition_penalty=1.0)
     times: list[float] = []
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+    async with grpc.aio.insecure_channel(address, options=channel_options(window=SMALL_WINDOW)) as channel:
         stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
         call = stub.Serve(timeout=NODE_SECONDS)
         try:

@@ -14,6 +14,9 @@ from kvrelay.core.turns import OneAtATime
 # A body up to this size is not counted and never waits: a connection may buffer as much anyway. So large bodies,
 # however many and slow, keep no usual request waiting.
 SMALL_BYTES = 64 * 1024
+# With thousands of biases, which need more bytes than this, to parse a body, to make its call and to check that takes
+# milliseconds each.
+QUICK_BYTES = 16 * 1024
 
 
 class BodyBudget:
@@ -53,6 +56,7 @@ class BodyShare:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
+        self._length = 0  # of the body by now
         self._num_bytes = 0  # that were taken
         self._num_wanted = 0
         self._granted: asyncio.Future[None] | None = None
@@ -76,6 +80,7 @@ class BodyShare:
 
     async def hold(self, num_bytes: int) -> None:
         """Counts the body, which has `num_bytes` by now. Waits while there is no room for it."""
+        self._length = num_bytes
         if num_bytes <= SMALL_BYTES:
             return
         self._num_wanted = num_bytes
@@ -84,10 +89,11 @@ class BodyShare:
             await self._granted
 
     async def turn(self) -> None:
-        """Returns at once for a small body. A large one takes long to parse, and its request to check: others get their
-        turn in between."""
+        """Lets others have their turn before the next part of the work on the body. Returns at once if it is quick."""
         if self._num_bytes:
             await self._budget.large_bodies.turn()
+        elif self._length > QUICK_BYTES:
+            await asyncio.sleep(0)
 
     def go_on(self) -> bool:
         """Takes what the body wants, and lets it go on, if it may. Tells whether it may."""

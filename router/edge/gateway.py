@@ -250,7 +250,6 @@ class _Gateway:
         """Returns the generation of a call, all of whose prompts are admitted before any of them runs, and how its
         answer is streamed."""
         with Presence.of(request.scope):
-            # With tens of thousands of biases, to parse the body, to make its call and to check that takes long each.
             await share.turn()
             call = call_of(body)
             del body

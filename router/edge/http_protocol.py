@@ -4,7 +4,8 @@ patience with clients that never finish the head of a request or never take an a
 
 httptools limits neither request lines and header lines nor chunk sizes and trailers. Invariant: of one request, at most
 `MAX_HEAD_BYTES` of them are kept, plus what came in the same read and as many bytes as its body has. When a client
-leaves, every request on its connection learns of it, as soon as fewer than `MAX_WAITING` wait there.
+leaves, every request on its connection learns of it, as soon as fewer than `MAX_WAITING` wait there, and none of these
+with a body that is not small.
 """
 
 import asyncio
@@ -203,3 +204,5 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._num_head_bytes = self._num_body_bytes = 0
         super().on_message_complete()
+        if not self.pipeline:  # uvicorn reads nothing after a large body until somebody waits for more
+            self.flow.resume_reading()

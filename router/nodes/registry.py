@@ -30,7 +30,7 @@ from kvrelay.core.kv.block_hash import BlockHash
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.node_report import NodeDescription, NodeLoad, NodeRole, NodeStats
 from kvrelay.core.outages import Outages
-from kvrelay.core.rpc.connections import RECONNECT_SECONDS, channel_options, understood
+from kvrelay.core.rpc.connections import RECONNECT_SECONDS, SMALL_WINDOW, channel_options, understood
 from kvrelay.core.rpc.wire import description_from_wire, load_from_wire, refused_from_wire, stats_from_wire
 from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.v1 import node_pb2, node_pb2_grpc
@@ -312,7 +312,7 @@ def _state_with_reason(node: NodeHandle) -> str:
 
 
 def _connect(silence: float, address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=channel_options(silence=silence))
+    return grpc.aio.insecure_channel(address, options=channel_options(silence=silence, window=SMALL_WINDOW))
 
 
 def _stub(node: NodeHandle) -> "node_pb2_grpc.NodeAsyncStub":

@@ -9,7 +9,7 @@ import grpc
 from decode_node.router_stream import RouterStream
 from kvrelay.core.errors import ContextLengthError, NotFiniteError, NotTakenError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.core.rpc.connections import channel_options, serve_insecure, server_options
+from kvrelay.core.rpc.connections import SMALL_WINDOW, channel_options, serve_insecure, server_options
 from kvrelay.core.rpc.wire import output_from_wire
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
@@ -141,10 +141,11 @@ async def test_a_router_that_was_busy_does_not_read_every_step_that_it_has_misse
     server = grpc.aio.server(options=server_options())
     decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(node, server)
     port = await serve_insecure(server, "127.0.0.1", 0)
+    options = channel_options(window=SMALL_WINDOW)
     received: dict[str, list[int]] = {}
     num_messages = 0
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
             async with asyncio.timeout(60.0):
                 async for update in stub.Serve():

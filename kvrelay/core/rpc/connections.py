@@ -15,7 +15,8 @@ from kvrelay.core.process.listening import address_of, check_port
 from kvrelay.core.rpc.health_service import HealthService
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# gRPC sends a ping after so long without a message. With messages a server sends others, which measure the connection.
+# gRPC sends a ping after so long without a message. With messages it sends others, which measure the connection, where
+# the window grows.
 KEEPALIVE_MS = 10_000
 # How long the other machine may acknowledge nothing. gRPC's keepalive timeout is only that, TCP_USER_TIMEOUT: it waits
 # for the answer to any ping, which is that of the process, for its ping timeout.
@@ -24,11 +25,6 @@ PING_TIMEOUT_MS = 60_000
 # How much longer the other process may take to answer than it may be silent: this one may be stopped for a while
 # (SIGSTOP), and when it goes on, gRPC looks at its timers before it reads the answers that wait.
 STOPPED_MS = 10_000
-# What a server receives of one call before it has read it, at first: prompts may come faster than it reads them.
-SERVER_WINDOW_BYTES = 1024 * 1024
-# What a client does, beyond the message that it is about to read. Tokens that wait at their node travel together
-# (decode_node/router_stream.py), while those that have been sent can only be read one message after the other.
-CLIENT_WINDOW_BYTES = 16 * 1024
 # Calls that have arrived and that the loop has not looked at yet. gRPC cancels further ones, by default some of those
 # beyond a thousand, and the client cannot tell why; a router refuses what is too much for it in its own words.
 MAX_PENDING_CALLS = 10_000
@@ -41,6 +37,13 @@ T = TypeVar("T")
 
 # For a channel to a node or a router, which is reached directly, whatever the host's proxy settings say.
 WITHOUT_PROXY: Options = [("grpc.enable_http_proxy", 0)]
+# How much is received of a call before it is read. One window holds a burst of messages at first, and grows with the
+# measured bandwidth-delay product.
+GROWING_WINDOW: Options = [("grpc.http2.lookahead_bytes", 1024 * 1024), ("grpc.http2.bdp_probe", 1)]
+# The other is for a router that reads tokens, perhaps slower than they come: those that wait at their node travel
+# together (decode_node/router_stream.py), while those that were sent can only be read one message after the other. A
+# message that is larger takes one more round trip, or a few. With the probe the window would be 128 KiB or more.
+SMALL_WINDOW: Options = [("grpc.http2.lookahead_bytes", 16 * 1024), ("grpc.http2.bdp_probe", 0)]
 
 
 def _shared_options(*, max_receive_bytes: int, keepalive_timeout_ms: int, ping_timeout_ms: int) -> Options:
@@ -55,7 +58,7 @@ def _shared_options(*, max_receive_bytes: int, keepalive_timeout_ms: int, ping_t
     ]
 
 
-def channel_options(*, silence: float = KEEPALIVE_TIMEOUT_MS / 1e3) -> Options:
+def channel_options(*, silence: float = KEEPALIVE_TIMEOUT_MS / 1e3, window: Options = GROWING_WINDOW) -> Options:
     """Returns the options for `grpc.aio.insecure_channel`. With them, a restarted process is found about
     `RECONNECT_SECONDS` later, and one that has another IP address under its name two seconds after the name says so.
 
@@ -70,8 +73,7 @@ def channel_options(*, silence: float = KEEPALIVE_TIMEOUT_MS / 1e3) -> Options:
             ping_timeout_ms=silence_ms + STOPPED_MS,
         ),
         *WITHOUT_PROXY,
-        ("grpc.http2.lookahead_bytes", CLIENT_WINDOW_BYTES),
-        ("grpc.http2.bdp_probe", 0),  # with it, the window is 128 KiB or more
+        *window,
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(CONNECT_SECONDS * 1e3)),  # how long an attempt may take, in truth
         ("grpc.max_reconnect_backoff_ms", round(RECONNECT_SECONDS * 1e3)),
@@ -94,8 +96,7 @@ def server_options(
             keepalive_timeout_ms=keepalive_timeout_ms,
             ping_timeout_ms=ping_timeout_ms,
         ),
-        ("grpc.http2.lookahead_bytes", SERVER_WINDOW_BYTES),
-        ("grpc.http2.bdp_probe", 1),  # the window grows with the bandwidth-delay product
+        *GROWING_WINDOW,
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),

@@ -15,7 +15,7 @@ from kvrelay.core.errors import CancelledByPeerError, InvalidRequestError, Overl
 from kvrelay.core.generation.sampling_params import SamplingParams
 from kvrelay.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.edge import edge as edge_module
-from router.edge.body_budget import SMALL_BYTES
+from router.edge.body_budget import QUICK_BYTES, SMALL_BYTES
 from router.edge.edge import Edge
 from router.edge.fan_in import merged
 from router.edge.gateway import create_app
@@ -236,11 +236,12 @@ async def noting_turns(monkeypatch: pytest.MonkeyPatch, *methods: tuple[type, st
         yield turns
 
 
-async def test_the_loop_turns_between_parsing_a_large_body_making_its_call_and_checking_that(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_bytes", [QUICK_BYTES, SMALL_BYTES])
+async def test_the_loop_turns_between_parsing_a_body_making_its_call_and_checking_that(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    """With tens of thousands of biases, each takes long."""
-    large = COMPLETION | {"ignored": "x" * SMALL_BYTES}
+    """With thousands of biases, each takes long."""
+    large = COMPLETION | {"ignored": "x" * num_bytes}
     parts = ((CompletionBody, "parse"), (CompletionBody, "sampling"), (RequestValidator, "sampling"))
     async with serving(ScriptedRelay(tokenizer)) as gateway, noting_turns(monkeypatch, *parts) as turns:
         assert (await gateway.post("/v1/completions", large)).status_code == 200

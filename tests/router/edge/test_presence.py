@@ -1,11 +1,17 @@
 """Work ends with the client that wants it."""
 
 import asyncio
+import json
 
 import pytest
 
 from kvrelay.core.errors import CancelledByPeerError, UnavailableError
+from kvrelay.text.tokenizer import Tokenizer
 from router.edge.presence import PRESENCE, Presence
+from tests.router.edge.edge_parts import ScriptedRelay
+from tests.router.edge.gateway_client import COMPLETION, serving
+
+PATIENCE = 10.0
 
 
 async def work(presence: Presence, began: asyncio.Event, *, seconds: float = 10.0) -> str:
@@ -84,3 +90,22 @@ async def test_without_our_server_a_client_never_leaves() -> None:
     assert Presence.of({"type": "http", "state": {PRESENCE: presence}}) is presence
     with Presence.of({"type": "http"}):
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_bytes", [10, 100_000, 300_000])
+async def test_a_client_that_leaves_behind_a_body_of_any_size_ends_its_request(
+    tokenizer: Tokenizer, num_bytes: int, stream: bool
+) -> None:
+    """uvicorn stops reading a connection when much of a body comes at once, and would not see that it is closed."""
+    relay = ScriptedRelay(tokenizer, hang_at=1)
+    body = json.dumps(COMPLETION | {"stream": stream, "ignored": "x" * num_bytes}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-type: application/json\r\n"
+    async with serving(relay) as gateway, asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")  # the gateway waits for the body
+        writer.write(body)
+        await relay.capacity_checked.wait()
+        writer.close()
+        await relay.closed.wait()
