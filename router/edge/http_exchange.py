@@ -1,4 +1,4 @@
-"""One HTTP exchange, below the application: reading a bounded body, streaming events, noticing a disconnect.
+"""One HTTP exchange, below the application: reading a bounded body, streaming events, sending a whole answer.
 
 Invariant: a body beyond the limit is never held in memory, and one that does not arrive in time no longer. Nothing more
 is read of a body for which there is no room beside the others, and no answer is held for a client that does not take

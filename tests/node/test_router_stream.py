@@ -9,10 +9,12 @@ import grpc
 from decode_node.router_stream import RouterStream
 from kvrelay.core.errors import ContextLengthError, NotFiniteError, NotTakenError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
-from kvrelay.core.rpc.connections import SMALL_WINDOW, channel_options, serve_insecure, server_options
+from kvrelay.core.rpc.connections import serve_insecure, server_options
 from kvrelay.core.rpc.wire import output_from_wire
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
+from router.nodes.kv_index import KVIndex
+from router.nodes.registry import Registry
 from tests.node.router_end import failure
 
 
@@ -141,19 +143,20 @@ async def test_a_router_that_was_busy_does_not_read_every_step_that_it_has_misse
     server = grpc.aio.server(options=server_options())
     decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(node, server)
     port = await serve_insecure(server, "127.0.0.1", 0)
-    options = channel_options(window=SMALL_WINDOW)
+    registry = Registry([], [f"127.0.0.1:{port}"], KVIndex(1), timeout=5.0, silence=5.0)  # has the router's channels
+    channel = registry.decode[0].channel
+    stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
     received: dict[str, list[int]] = {}
     num_messages = 0
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
-            async with asyncio.timeout(60.0):
-                async for update in stub.Serve():
-                    await node.has_made_all.wait()
-                    num_messages += 1
-                    for event in update.events:
-                        received.setdefault(event.request_id, []).extend(event.tokens.token_ids)
+        async with asyncio.timeout(60.0):
+            async for update in stub.Serve():
+                await node.has_made_all.wait()
+                num_messages += 1
+                for event in update.events:
+                    received.setdefault(event.request_id, []).extend(event.tokens.token_ids)
     finally:
+        await registry.close()
         await server.stop(None)
     assert num_messages < 40
     assert list(received.values()) == [list(range(2000))] * 64
