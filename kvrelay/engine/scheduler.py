@@ -191,7 +191,9 @@ class Scheduler:
         waiting = () if self.waiting and self._reserves_first() else self.waiting
         prompts = chain((item for item, num_missing in going_on if num_missing > 1), waiting)
         prompt = next(prompts, None)
-        budget = self._budget(prompt, decodes_left, on_borrowed_cores=on_borrowed_cores)
+        num_waiting = len(waiting) if waiting and not self.waiting.peek().lacks_room else 0
+        num_queued = max(0, len(going_on) - decodes_left + num_waiting - 1)
+        budget = self._budget(prompt, decodes_left, num_queued, on_borrowed_cores=on_borrowed_cores)
         for sequence, num_missing in going_on:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for a sequence before it
@@ -206,23 +208,26 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _budget(self, prompt: Sequence | None, num_decodes: int, *, on_borrowed_cores: bool) -> int:
-        """Returns the most tokens of a step with `num_decodes` decodes. If such steps are to be short, the first prompt
-        (`prompt`) takes at least `MIXED_PARTS` of them, since a short prompt would otherwise make one step long in
-        place of several less so. But prompts get as many tokens as decodes if the limit allows it, as many as are cheap
-        if no limit was given, and never fewer than `SMALLEST_CHUNK`. One that yields to decodes gets no more than these
-        two, unless a limit was given."""
+    def _budget(self, prompt: Sequence | None, num_decodes: int, num_queued: int, *, on_borrowed_cores: bool) -> int:
+        """Returns the most tokens of a step with `num_decodes` decodes, while `num_queued` prompts wait behind the
+        first (`prompt`). If such steps are to be short, the first takes at least `MIXED_PARTS` of them, since a short
+        prompt would otherwise make one step long in place of several less so. But prompts get as many tokens as decodes
+        or as are cheap, if the limit allows it, and never fewer than `SMALLEST_CHUNK`. One that yields to decodes gets
+        no more than are cheap, unless a limit was given."""
         most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or limit >= most:
             return most
-        cheap = 0 if limit else self._costs.num_cheap_tokens(on_borrowed_cores=on_borrowed_cores)
-        least = num_decodes + max(cheap, SMALLEST_CHUNK)
+        if self._costs.need_decode_step():
+            return min(most, num_decodes)
+        smallest = num_decodes + SMALLEST_CHUNK
+        cheap = num_decodes + self._costs.num_cheap_tokens(num_decodes, num_queued, on_borrowed_cores=on_borrowed_cores)
         if prompt is not None and prompt.request.yields_to_decodes and not limit:
-            return min(most, least)
+            return min(most, max(smallest, cheap))
         part = 0 if prompt is None else -(-prompt.num_given_tokens // MIXED_PARTS)
-        ceiling = limit or MIXED_TOKENS
         wanted = num_decodes + max(part, num_decodes)
-        return min(most, max(least, min(ceiling, wanted)))
+        if limit:
+            return min(most, max(smallest, min(limit, max(wanted, cheap))))
+        return min(most, max(smallest, min(MIXED_TOKENS, wanted), cheap))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its

@@ -1,61 +1,84 @@
-"""What steps have cost: sums over prompt tokens, from which readers get rates, and two averages.
+"""What steps have cost: sums over prompt tokens, from which readers get rates, and a model of how long a step takes.
 
-The averages are how long a step takes that only decodes, and how much longer one prompt token makes it. By them the
-scheduler knows how many prompt tokens are cheap beside decodes. That differs by a factor of ten between processors that
-read the same weights in the same time, and it changes with the cores that a node borrows.
+By the model the scheduler knows how many prompt tokens are cheap beside decodes. That differs by a factor of ten
+between processors that read the same weights in the same time, and it changes with the cores that a node borrows.
 """
 
 import math
 
 from kvrelay.engine.plan import SchedulerOutput
 
-LEAST_PROMPT_TOKENS = 16  # fewer say little about the cost of one
 UNNOTICED_SECONDS = 0.010  # what a step may take longer even if decoding alone takes less
-_LEAST_TOKEN_SECONDS = 1e-9  # no processor computes a prompt token faster, but the average may fall below any number
-_NEWEST_WEIGHT = 1 / 8
+MIXED_STEPS = 16  # in a row, after which one is to decode only
+_FIRST_STEP_IN_TOKENS = 32  # at first: how many tokens take as long as the part of a step that each step has
+_WEIGHT = 1 / 4  # of the newest step: how much of the factor by which it was mispredicted is corrected
+_MOST_WRONG = 4.0  # by what factor a step can have been mispredicted: beyond that, something else held it up
 
 
 class StepCosts:
     """The costs of one engine's steps. `num_prompt_tokens` and `prompt_seconds` are sums since its start: the tokens,
     and the time of all steps that computed some. `newest_decode` is how many seconds the newest step took, 0 if it
-    computed some."""
+    computed some.
+
+    The model: a step takes `_step` seconds, which above all read the weights, `_decode` for each sequence that decodes,
+    and `_prompt_token` for each token of a prompt. Each step corrects all three, by the factor that the prediction was
+    wrong and in the proportion that each had in it: an exponentiated gradient step (Kivinen and Warmuth, 1997), which
+    keeps them positive, with the rate normalised as in normalised least mean squares."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.prompt_seconds = 0.0
         self.newest_decode = 0.0
-        # Moving averages in seconds; None before the first step of the kind.
-        self._decode: float | None = None
-        self._prompt_token: float | None = None
+        self._num_mixed_steps = 0  # since the newest that did only one of the two
+        self._step = self._decode = self._prompt_token = 0.0  # 0 before the first step
 
     def count(self, plan: SchedulerOutput, seconds: float) -> None:
         """Adds a step that took `seconds`. In the sums, a step that also decodes counts in full, because its prompt
-        tokens took that long. For the averages, it is assumed that without its prompt tokens a step would have taken as
-        long as one that only decodes, which above all reads the weights."""
-        num_tokens = sum(entry.num_scheduled_tokens for entry in plan.scheduled if entry.num_scheduled_tokens > 1)
+        tokens took that long."""
+        counts = [entry.num_scheduled_tokens for entry in plan.scheduled]
+        num_decodes, num_tokens = counts.count(1), sum(count for count in counts if count > 1)
         self.newest_decode = seconds if num_tokens == 0 else 0.0
-        if num_tokens == 0:
-            self._decode = _averaged(self._decode, seconds)
-            return
-        self.num_prompt_tokens += num_tokens
-        self.prompt_seconds += seconds
-        if num_tokens >= LEAST_PROMPT_TOKENS and self._decode is not None:
-            longer = max(0.0, seconds - self._decode)
-            self._prompt_token = _averaged(self._prompt_token, longer / num_tokens)
+        self._num_mixed_steps = self._num_mixed_steps + 1 if num_decodes and num_tokens else 0
+        if num_tokens:
+            self.num_prompt_tokens += num_tokens
+            self.prompt_seconds += seconds
+        if seconds > 0.0:
+            self._correct(num_decodes, num_tokens, seconds)
 
     def prompt_tokens_within(self, seconds: float) -> float:
         """Returns how many prompt tokens take so long, at the rate of all so far; infinitely many before the first."""
         return seconds * self.num_prompt_tokens / self.prompt_seconds if self.prompt_seconds else math.inf
 
-    def num_cheap_tokens(self, *, on_borrowed_cores: bool = False) -> int:
-        """Returns how many prompt tokens make a step that decodes half as long again at most, or `UNNOTICED_SECONDS`
-        longer; 0 as long as that is unknown. On borrowed cores a step may take twice as long, which is about what it
-        takes without them."""
-        if self._decode is None or not self._prompt_token:
+    def need_decode_step(self) -> bool:
+        """Tells whether the next step is to decode only, though prompts wait. Where they always do, steps may all be
+        alike, with as few tokens of prompts as seem to be cheap. They do not show what a token costs, and if that was
+        overestimated, it would stay so."""
+        return self._num_mixed_steps >= MIXED_STEPS
+
+    def num_cheap_tokens(self, num_decodes: int, num_queued: int, *, on_borrowed_cores: bool = False) -> int:
+        """Returns how many tokens of a prompt are cheap in a step with `num_decodes` decodes, 1 or more, while
+        `num_queued` other prompts wait behind it; 0 before the first step.
+
+        They make the step half as long again as decoding alone, or `UNNOTICED_SECONDS` longer. On borrowed cores it may
+        take twice as long, which is about what it takes without them. If more than a quarter as many prompts are queued
+        as sequences decode, it may take longer in proportion: otherwise few sequences would decode, each paying for a
+        larger part of reading the weights, and all others would wait for their turn."""
+        if not self._prompt_token:
             return 0
-        longer = self._decode if on_borrowed_cores else self._decode / 2
-        return int(max(longer, UNNOTICED_SECONDS) / max(self._prompt_token, _LEAST_TOKEN_SECONDS))
+        decoding = self._step + self._decode * num_decodes
+        times = max(1.0 if on_borrowed_cores else 0.5, 2 * num_queued / num_decodes)
+        return int(max(decoding * times, UNNOTICED_SECONDS) / self._prompt_token)
 
-
-def _averaged(average: float | None, newest: float) -> float:
-    return newest if average is None else average + _NEWEST_WEIGHT * (newest - average)
+    def _correct(self, num_decodes: int, num_tokens: int, seconds: float) -> None:
+        """Corrects the model by a step that took `seconds`."""
+        if not self._prompt_token:
+            token = seconds / (_FIRST_STEP_IN_TOKENS + num_decodes + num_tokens)
+            self._step, self._decode, self._prompt_token = _FIRST_STEP_IN_TOKENS * token, token, token
+            return
+        parts = self._step, self._decode * num_decodes, self._prompt_token * num_tokens
+        predicted = sum(parts)
+        wrong = min(_MOST_WRONG, max(1 / _MOST_WRONG, seconds / predicted))
+        correction = _WEIGHT * math.log(wrong) * predicted / sum(part * part for part in parts)
+        self._step *= math.exp(correction * parts[0])
+        self._decode *= math.exp(correction * parts[1])
+        self._prompt_token *= math.exp(correction * parts[2])
