@@ -28,7 +28,7 @@ from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.sequence_queue import SequenceQueue
 from kvrelay.engine.step_costs import StepCosts
 
-SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step, whatever else it computes
+SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step that is to have some, whatever else it computes
 MIXED_PARTS = 4  # the least number of steps that a prompt takes beside decodes where such steps are to be short
 MUCH_LONGER = 4  # how many times as many tokens a prompt has left that shares its steps with the next one
 MIXED_TOKENS = 128  # the limit of a step that also decodes, decodes included, if none is given and no more are cheap
@@ -191,8 +191,7 @@ class Scheduler:
         waiting = () if self.waiting and self._reserves_first() else self.waiting
         prompts = chain((item for item, num_missing in going_on if num_missing > 1), waiting)
         prompt = next(prompts, None)
-        num_waiting = len(waiting) if waiting and not self.waiting.peek().lacks_room else 0
-        num_queued = max(0, len(going_on) - decodes_left + num_waiting - 1)
+        num_queued = self._num_queued(prompt, going_on, len(waiting)) if prompt is not None and decodes_left else 0
         budget = self._budget(prompt, decodes_left, num_queued, on_borrowed_cores=on_borrowed_cores)
         for sequence, num_missing in going_on:
             if sequence.state is not SequenceState.RUNNING:
@@ -208,26 +207,39 @@ class Scheduler:
                 budget -= count
         return budget
 
+    def _num_queued(self, prompt: Sequence, going_on: list[tuple[Sequence, int]], num_waiting: int) -> int:
+        """Counts the prompts behind the first (`prompt`) that more tokens would let decode sooner: those that compute,
+        and of the waiting ones as many as there are places for, unless the first of them lacks room. It counts none if
+        `prompt` is less urgent than all that decode, or is to yield to them."""
+        least_urgent = max(item.priority for item, num_missing in going_on if num_missing == 1)
+        if prompt.priority > least_urgent or prompt.request.yields_to_decodes:
+            return 0
+        num_prompts = sum(num_missing > 1 for _, num_missing in going_on)
+        if num_waiting and not self.waiting.peek().lacks_room:
+            num_prompts += min(num_waiting, self.config.max_num_seqs - self._claims().num_places)
+        return max(0, num_prompts - 1)
+
     def _budget(self, prompt: Sequence | None, num_decodes: int, num_queued: int, *, on_borrowed_cores: bool) -> int:
         """Returns the most tokens of a step with `num_decodes` decodes, while `num_queued` prompts wait behind the
         first (`prompt`). If such steps are to be short, the first takes at least `MIXED_PARTS` of them, since a short
         prompt would otherwise make one step long in place of several less so. But prompts get as many tokens as decodes
-        or as are cheap, if the limit allows it, and never fewer than `SMALLEST_CHUNK`. One that yields to decodes gets
-        no more than are cheap, unless a limit was given."""
+        if the limit allows it, as many as are cheap if no limit was given, and at least `SMALLEST_CHUNK`, or none in a
+        step that is to decode only. One that yields to decodes gets no more than are cheap, unless a limit was
+        given."""
         most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
         if num_decodes == 0 or limit >= most:
             return most
-        if self._costs.need_decode_step():
+        if not limit and self._costs.need_decode_step():
             return min(most, num_decodes)
-        smallest = num_decodes + SMALLEST_CHUNK
-        cheap = num_decodes + self._costs.num_cheap_tokens(num_decodes, num_queued, on_borrowed_cores=on_borrowed_cores)
+        costs = self._costs
+        cheap = 0 if limit else costs.num_cheap_tokens(num_decodes, num_queued, on_borrowed_cores=on_borrowed_cores)
+        least = num_decodes + max(cheap, SMALLEST_CHUNK)
         if prompt is not None and prompt.request.yields_to_decodes and not limit:
-            return min(most, max(smallest, cheap))
+            return min(most, least)
         part = 0 if prompt is None else -(-prompt.num_given_tokens // MIXED_PARTS)
+        ceiling = limit or MIXED_TOKENS
         wanted = num_decodes + max(part, num_decodes)
-        if limit:
-            return min(most, max(smallest, min(limit, max(wanted, cheap))))
-        return min(most, max(smallest, min(MIXED_TOKENS, wanted), cheap))
+        return min(most, max(least, min(ceiling, wanted)))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its

@@ -9,16 +9,18 @@ import math
 from kvrelay.engine.plan import SchedulerOutput
 
 UNNOTICED_SECONDS = 0.010  # what a step may take longer even if decoding alone takes less
+MOST_TIMES_LONGER = 4  # how many times the time of decoding alone a step may take longer, however many prompts wait
 MIXED_STEPS = 16  # in a row, after which one is to decode only
 _FIRST_STEP_IN_TOKENS = 32  # at first: how many tokens take as long as the part of a step that each step has
 _WEIGHT = 1 / 4  # of the newest step: how much of the factor by which it was mispredicted is corrected
-_MOST_WRONG = 4.0  # by what factor a step can have been mispredicted: beyond that, something else held it up
+_TOKEN_WEIGHT = 8  # how many times as fast what a prompt's token costs is learned: steps with prompts are fewer
+_MOST_WRONG = 2.0  # by what factor a step can have been mispredicted: beyond that, something else held it up
 
 
 class StepCosts:
     """The costs of one engine's steps. `num_prompt_tokens` and `prompt_seconds` are sums since its start: the tokens,
-    and the time of all steps that computed some. `newest_decode` is how many seconds the newest step took, 0 if it
-    computed some.
+    and the time of all steps that computed some. `newest_decode` is how many seconds the newest step took, 0 if prompts
+    were computed or put off.
 
     The model: a step takes `_step` seconds, which above all read the weights, `_decode` for each sequence that decodes,
     and `_prompt_token` for each token of a prompt. Each step corrects all three, by the factor that the prediction was
@@ -37,7 +39,7 @@ class StepCosts:
         tokens took that long."""
         counts = [entry.num_scheduled_tokens for entry in plan.scheduled]
         num_decodes, num_tokens = counts.count(1), sum(count for count in counts if count > 1)
-        self.newest_decode = seconds if num_tokens == 0 else 0.0
+        self.newest_decode = 0.0 if num_tokens or self.need_decode_step() else seconds
         self._num_mixed_steps = self._num_mixed_steps + 1 if num_decodes and num_tokens else 0
         if num_tokens:
             self.num_prompt_tokens += num_tokens
@@ -66,7 +68,7 @@ class StepCosts:
         if not self._prompt_token:
             return 0
         decoding = self._step + self._decode * num_decodes
-        times = max(1.0 if on_borrowed_cores else 0.5, 2 * num_queued / num_decodes)
+        times = max(1.0 if on_borrowed_cores else 0.5, min(MOST_TIMES_LONGER, 2 * num_queued / num_decodes))
         return int(max(decoding * times, UNNOTICED_SECONDS) / self._prompt_token)
 
     def _correct(self, num_decodes: int, num_tokens: int, seconds: float) -> None:
@@ -78,7 +80,9 @@ class StepCosts:
         parts = self._step, self._decode * num_decodes, self._prompt_token * num_tokens
         predicted = sum(parts)
         wrong = min(_MOST_WRONG, max(1 / _MOST_WRONG, seconds / predicted))
-        correction = _WEIGHT * math.log(wrong) * predicted / sum(part * part for part in parts)
-        self._step *= math.exp(correction * parts[0])
-        self._decode *= math.exp(correction * parts[1])
-        self._prompt_token *= math.exp(correction * parts[2])
+        weighted = parts[0], parts[1], parts[2] * _TOKEN_WEIGHT
+        total = sum(part * weight for part, weight in zip(parts, weighted, strict=True))
+        correction = _WEIGHT * math.log(wrong) * predicted / total
+        self._step *= math.exp(correction * weighted[0])
+        self._decode *= math.exp(correction * weighted[1])
+        self._prompt_token *= math.exp(correction * weighted[2])

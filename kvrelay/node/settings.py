@@ -120,7 +120,7 @@ class NodeOptions(ProcessSettings):
         "that makes it larger. A smaller value makes decoding steadier while prompts are computed, and delays those "
         "prompts' first tokens. If it is below max_num_batched_tokens, a prompt takes at least four such steps, unless "
         "it is short. 0 is max_num_batched_tokens on a GPU; on a CPU it is 128, or more: as many prompt tokens as make "
-        "a step half as long again or 10 ms longer, by what earlier steps have taken.",
+        "a step half as long again or 10 ms longer, by what earlier steps have taken, and more while many queue.",
     )
     stream_interval: float = Field(
         default=0.008,

@@ -10,7 +10,6 @@ from kvrelay.engine.request import KVRole
 from kvrelay.engine.runner import LaunchedStep, Runner
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, prompt_of, request
-from tests.manual_clock import ManualClock
 
 
 def test_chunks_respect_the_token_budget_and_decodes_are_not_starved() -> None:
@@ -28,7 +27,7 @@ def test_chunks_respect_the_token_budget_and_decodes_are_not_starved() -> None:
 @pytest.mark.parametrize(("num_decodes", "largest_mixed"), [(1, 20), (4, 20), (8, 24)])
 def test_beside_decodes_a_prompt_gets_a_smaller_chunk(num_decodes: int, largest_mixed: int) -> None:
     """The prompt proceeds however many sequences decode. Once none does, its chunks are as large as a step may be."""
-    harness = Harness(max_num_batched_tokens=48, max_num_mixed_tokens=20, clock=ManualClock())
+    harness = Harness(max_num_batched_tokens=48, max_num_mixed_tokens=20)
     for index in range(num_decodes):
         harness.engine.add(request(f"decode {index}", prompt_of(4, index), 6))
     harness.step()
@@ -59,7 +58,7 @@ def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
     num_decodes: int, length: int, chunks: list[int]
 ) -> None:
     """A prompt is short if it has few tokens, or not many more than there are decodes."""
-    harness = Harness(max_num_seqs=20, max_num_batched_tokens=64, max_num_mixed_tokens=40, clock=ManualClock())
+    harness = Harness(max_num_seqs=20, max_num_batched_tokens=64, max_num_mixed_tokens=40)
     for index in range(num_decodes):
         harness.engine.add(request(f"decode {index}", prompt_of(3, index), 12))
     harness.step()
@@ -83,7 +82,7 @@ def test_beside_decodes_a_prompt_takes_four_steps_at_least_unless_it_is_short(
 def test_beside_decodes_a_step_is_no_larger_than_any_may_be_and_splits_no_prompt_needlessly(
     most: int, limit: int, size: int
 ) -> None:
-    harness = Harness(max_num_batched_tokens=most, max_num_mixed_tokens=limit, clock=ManualClock())
+    harness = Harness(max_num_batched_tokens=most, max_num_mixed_tokens=limit)
     harness.engine.add(request("decode", prompt_of(4), 6))
     harness.step()
     harness.engine.add(request("prompt", prompt_of(40, 1), 1))
@@ -108,7 +107,7 @@ def test_a_decode_does_not_wait_for_a_prompt_before_it() -> None:
 
 
 def test_beside_decodes_chunks_do_not_grow_with_the_number_of_prompts_that_wait() -> None:
-    harness = Harness(max_num_batched_tokens=64, max_num_mixed_tokens=40, clock=ManualClock())
+    harness = Harness(max_num_batched_tokens=64, max_num_mixed_tokens=40)
     harness.engine.add(request("decode", prompt_of(3), 30))
     harness.step()
     prompts = {f"prompt {index}": prompt_of(80, index + 1) for index in range(3)}
