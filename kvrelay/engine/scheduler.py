@@ -210,7 +210,9 @@ class Scheduler:
     def _num_queued(self, prompt: Sequence, going_on: list[tuple[Sequence, int]], num_waiting: int) -> int:
         """Counts the prompts behind the first (`prompt`) that more tokens would let decode sooner: those that compute,
         and of the waiting ones as many as there are places for, unless the first of them lacks room. It counts none if
-        `prompt` is less urgent than all that decode, or is to yield to them."""
+        `prompt` is less urgent than all that decode or is to yield to them, or if a limit leaves them nothing."""
+        if self.config.max_num_mixed_tokens:
+            return 0
         least_urgent = max(item.priority for item, num_missing in going_on if num_missing == 1)
         if prompt.priority > least_urgent or prompt.request.yields_to_decodes:
             return 0
