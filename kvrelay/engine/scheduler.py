@@ -26,21 +26,16 @@ from kvrelay.engine.plan_entry import plan_entry
 from kvrelay.engine.sampling.penalties import reads_tokens
 from kvrelay.engine.sequence import Sequence, SequenceState
 from kvrelay.engine.sequence_queue import SequenceQueue
+from kvrelay.engine.step_budget import StepBudget, without_share
 from kvrelay.engine.step_costs import StepCosts
-
-SMALLEST_CHUNK = 16  # the least room for prompt tokens in a step that is to have some, whatever else it computes
-MIXED_PARTS = 4  # the least number of steps that a prompt takes beside decodes where such steps are to be short
-MUCH_LONGER = 4  # how many times as many tokens a prompt has left that shares its steps with the next one
-MIXED_TOKENS = 128  # the limit of a step that also decodes, decodes included, if none is given and no more are cheap
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The limits of a scheduler. `max_num_batched_tokens` is the most tokens of a step, and `max_num_seqs` the most
-    sequences running at a time. `max_num_mixed_tokens` is how many tokens, decodes included, a step that also decodes
-    is to have at most, though prompts always get `SMALLEST_CHUNK`; 0: `MIXED_TOKENS`, or more as long as the prompts'
-    tokens are cheap by what steps have cost. The policy `fcfs` ignores the priority of requests; with `priority` lower
-    values go first, and among equals the one that came first."""
+    sequences running at a time. `max_num_mixed_tokens` is the limit of a step that also decodes, decodes included
+    (`StepBudget`). The policy `fcfs` ignores the priority of requests; with `priority` lower values go first, and among
+    equals the one that came first."""
 
     block_size: int
     max_num_seqs: int
@@ -68,7 +63,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self._in_flight = in_flight
-        self._costs = costs
+        self._budget = StepBudget(config.max_num_batched_tokens, config.max_num_mixed_tokens, costs)
         self._on_preempt = on_preempt
         self.num_preemptions = 0
         self.reserving = SequenceQueue()
@@ -192,7 +187,7 @@ class Scheduler:
         prompts = chain((item for item, num_missing in going_on if num_missing > 1), waiting)
         prompt = next(prompts, None)
         num_queued = self._num_queued(prompt, going_on, len(waiting)) if prompt is not None and decodes_left else 0
-        budget = self._budget(prompt, decodes_left, num_queued, on_borrowed_cores=on_borrowed_cores)
+        budget = self._budget.num_tokens(prompt, decodes_left, num_queued, on_borrowed_cores=on_borrowed_cores)
         for sequence, num_missing in going_on:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for a sequence before it
@@ -201,7 +196,7 @@ class Scheduler:
                 count = min(1, budget)  # never behind the decodes that come after it
             else:
                 prompt = next(prompts, None)
-                count = min(num_missing, _without_share(budget - decodes_left, sequence, prompt))
+                count = min(num_missing, without_share(budget - decodes_left, sequence, prompt))
             if count > 0 and self._grow_or_preempt(sequence, count, copies):
                 chosen.append((sequence, count))
                 budget -= count
@@ -220,28 +215,6 @@ class Scheduler:
         if num_waiting and not self.waiting.peek().lacks_room:
             num_prompts += min(num_waiting, self.config.max_num_seqs - self._claims().num_places)
         return max(0, num_prompts - 1)
-
-    def _budget(self, prompt: Sequence | None, num_decodes: int, num_queued: int, *, on_borrowed_cores: bool) -> int:
-        """Returns the most tokens of a step with `num_decodes` decodes, while `num_queued` prompts wait behind the
-        first (`prompt`). If such steps are to be short, the first takes at least `MIXED_PARTS` of them, since a short
-        prompt would otherwise make one step long in place of several less so. But prompts get as many tokens as decodes
-        if the limit allows it, as many as are cheap if no limit was given, and at least `SMALLEST_CHUNK`, or none in a
-        step that is to decode only. One that yields to decodes gets no more than are cheap, unless a limit was
-        given."""
-        most, limit = self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens
-        if num_decodes == 0 or limit >= most:
-            return most
-        if not limit and self._costs.need_decode_step():
-            return min(most, num_decodes)
-        costs = self._costs
-        cheap = 0 if limit else costs.num_cheap_tokens(num_decodes, num_queued, on_borrowed_cores=on_borrowed_cores)
-        least = num_decodes + max(cheap, SMALLEST_CHUNK)
-        if prompt is not None and prompt.request.yields_to_decodes and not limit:
-            return min(most, least)
-        part = 0 if prompt is None else -(-prompt.num_given_tokens // MIXED_PARTS)
-        ceiling = limit or MIXED_TOKENS
-        wanted = num_decodes + max(part, num_decodes)
-        return min(most, max(least, min(ceiling, wanted)))
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its
@@ -387,12 +360,3 @@ class Scheduler:
         sequence.num_named_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.prompt_logprobs = PromptLogprobs()
-
-
-def _without_share(room: int, prompt: Sequence, next_prompt: Sequence | None) -> int:
-    """Returns how many of a step's `room` tokens a prompt may have. A much shorter one that comes next would otherwise
-    wait for all of it; one that lacks blocks or a place would leave them unused."""
-    if next_prompt is None or next_prompt.lacks_room or next_prompt.priority != prompt.priority:
-        return room
-    missing = next_prompt.num_missing_tokens
-    return room - min(room // 2, missing) if missing * MUCH_LONGER <= prompt.num_missing_tokens else room

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.core.process.core_table import CoreShare
 from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.plan import ScheduledSequence, SchedulerOutput
-from kvrelay.engine.scheduler import MIXED_TOKENS
+from kvrelay.engine.step_budget import MIXED_TOKENS
 from kvrelay.engine.step_costs import MIXED_STEPS, StepCosts
 from tests.engine.fake_runner import expected_output
 from tests.engine.harness import Harness, prompt_of, request
