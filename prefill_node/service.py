@@ -173,7 +173,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     def _end_stall(self, load: EngineLoad) -> None:
         """Ends the oldest lease early if requests wait for blocks that leases hold. The lease's reader computes what it
         then misses."""
-        if not self._stall_watch.is_stalled(load):
+        if not self._stall_watch.is_stalled(load, self._node.lease_counts.released):
             return
         oldest = next((lease_id for lease_id in self._leases if lease_id not in self._active), None)
         if oldest is not None:

@@ -10,9 +10,9 @@ recomputing follows PagedAttention (Kwon et al., 2023), section 4.5.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from kvrelay.core.config.option_types import SchedulingPolicy
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
@@ -141,13 +141,14 @@ class Scheduler:
 
     def prompts_wait(self, num_tokens: float) -> bool:
         """Tells whether more than `num_tokens` tokens wait for the steps of others alone, not for blocks or a place
-        among the running."""
+        among the running, for which those behind the first one wait as well."""
+        if self.waiting and (self.waiting.peek().lacks_room or self._reserves_first()):
+            return False
         left = num_tokens
         for sequence in self.waiting:
-            if not sequence.lacks_room:
-                left -= sequence.num_missing_tokens
-                if left < 0:
-                    return True
+            left -= sequence.num_missing_tokens
+            if left < 0:
+                return True
         return False
 
     def can_run_ahead(self) -> bool:
@@ -186,7 +187,7 @@ class Scheduler:
         waiting = () if self.waiting and self._reserves_first() else self.waiting
         prompts = chain((item for item, num_missing in going_on if num_missing > 1), waiting)
         prompt = next(prompts, None)
-        num_queued = self._num_queued(prompt, going_on, len(waiting)) if prompt is not None and decodes_left else 0
+        num_queued = self._num_queued(prompt, going_on, waiting) if prompt is not None and decodes_left else 0
         budget = self._budget.num_tokens(prompt, decodes_left, num_queued, on_borrowed_cores=on_borrowed_cores)
         for sequence, num_missing in going_on:
             if sequence.state is not SequenceState.RUNNING:
@@ -202,18 +203,22 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _num_queued(self, prompt: Sequence, going_on: list[tuple[Sequence, int]], num_waiting: int) -> int:
+    def _num_queued(self, prompt: Sequence, going_on: list[tuple[Sequence, int]], waiting: Iterable[Sequence]) -> int:
         """Counts the prompts behind the first (`prompt`) that more tokens would let decode sooner: those that compute,
-        and of the waiting ones as many as there are places for, unless the first of them lacks room. It counts none if
-        `prompt` is less urgent than all that decode or is to yield to them, or if a limit leaves them nothing."""
-        if self.config.max_num_mixed_tokens:
+        and of the `waiting` ones as many as there are places for, unless the first of them lacks room. Those that are
+        less urgent than any that decodes, or that are to yield to them, do not count, nor does any behind such a
+        `prompt`, nor if a limit leaves them nothing."""
+        most_urgent = min(item.priority for item, num_missing in going_on if num_missing == 1)
+
+        def may_delay(item: Sequence) -> bool:
+            return item.priority <= most_urgent and not item.request.yields_to_decodes
+
+        if self.config.max_num_mixed_tokens or not may_delay(prompt):
             return 0
-        least_urgent = max(item.priority for item, num_missing in going_on if num_missing == 1)
-        if prompt.priority > least_urgent or prompt.request.yields_to_decodes:
-            return 0
-        num_prompts = sum(num_missing > 1 for _, num_missing in going_on)
-        if num_waiting and not self.waiting.peek().lacks_room:
-            num_prompts += min(num_waiting, self.config.max_num_seqs - self._claims().num_places)
+        num_prompts = sum(num_missing > 1 and may_delay(item) for item, num_missing in going_on)
+        if self.waiting and not self.waiting.peek().lacks_room:
+            num_places = self.config.max_num_seqs - self._claims().num_places
+            num_prompts += sum(map(may_delay, islice(waiting, max(0, num_places))))
         return max(0, num_prompts - 1)
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:

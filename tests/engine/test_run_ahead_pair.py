@@ -37,6 +37,7 @@ class Pair:
         for request_id in [name for name in self.waiting if (name, 0) in self.prefill.tokens]:
             if self.rng.random() < 0.5:
                 self._move(request_id)
+                busy = True  # the decode engine has something to do
         return busy or bool(self.waiting)
 
     def _move(self, request_id: str) -> None:

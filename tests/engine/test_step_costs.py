@@ -253,6 +253,24 @@ def test_only_prompts_that_could_decode_sooner_make_steps_longer(
     harness.engine.check_idle()
 
 
+@pytest.mark.parametrize(("first_priority", "priority", "yields"), [(0, 0, True), (0, 1, False), (1, 1, False)])
+def test_prompts_that_may_not_delay_all_decodes_do_not_make_steps_longer_behind_one_that_may(
+    first_priority: int, priority: int, yields: bool
+) -> None:
+    """Nor because one of those that decode is as little urgent as they are."""
+    harness = busy_engine(3)
+    harness.engine.add(request("less urgent", prompt_of(8, 3), 400, priority=1))
+    for _ in range(2):
+        harness.step()
+    harness.engine.add(request("first", prompt_of(150, 4), 2, priority=first_priority))
+    for number in range(20):
+        prompt = request(f"prompt {number}", prompt_of(150, 5 + number), 2, priority=priority)
+        harness.engine.add(replace(prompt, yields_to_decodes=yields))
+    assert harness.count_step() == pytest.approx(4 + 0.044 * 0.5 / 0.0005, rel=0.15)
+    harness.run()
+    harness.engine.check_idle()
+
+
 @pytest.mark.parametrize(
     ("limit", "sizes"), [(0, [64] * MIXED_STEPS + [1] + [64] * MIXED_STEPS + [1]), (40, [40] * 34)]
 )

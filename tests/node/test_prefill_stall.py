@@ -22,7 +22,7 @@ async def test_the_oldest_lease_ends_when_requests_wait_and_nothing_runs() -> No
             version = -1
             while node.event_log.load.num_requests_waiting == 0:
                 version = await node.event_log.changed(version)
-            for _ in range(2):
+            for _ in range(11):
                 service._leases.sweep()
                 await node.engine_thread.call(lambda engine: None)
             assert list(service._leases) == ["b"]
@@ -33,7 +33,8 @@ async def test_the_oldest_lease_ends_when_requests_wait_and_nothing_runs() -> No
 
 
 async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proceed() -> None:
-    """That is, unless requests wait, none runs and no step is made; and none whose stream is under way."""
+    """That is, unless requests wait for long, none runs, no step is made and no lease is released; and none whose
+    stream is under way."""
     runner = GatedRunner()
     runner.gate.set()
     async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
@@ -49,13 +50,19 @@ async def test_no_lease_ends_early_unless_nothing_else_lets_those_who_wait_proce
         ):
             for load in sweeps:
                 service._end_stall(load)
+        for _ in range(3):
+            for _ in range(9):
+                service._end_stall(sweeps[-1])
+            node.lease_counts.released += 1  # as when a decode node takes what it has found no place for until now
+            service._end_stall(sweeps[-1])
         assert list(service._leases) == ["a"]
-        service._end_stall(sweeps[-1])
+        for _ in range(10):
+            service._end_stall(sweeps[-1])
         assert not service._leases and node.lease_counts.ended_early == 1
         runner.gate.clear()
         async with aclosing(prefill(service, "b", PROMPT[:10])) as events:
             assert (await anext(events)).HasField("accepted")
-            for _ in range(3):
+            for _ in range(12):
                 service._end_stall(stalled)
             assert list(service._leases) == ["b"]
             runner.gate.set()
@@ -93,7 +100,7 @@ async def test_a_step_that_takes_long_is_no_stall() -> None:
         async with aclosing(prefill(service, "b", [2] * 40)) as events:
             assert (await anext(events)).HasField("accepted")
             node.event_log.append([], [], before)
-            for _ in range(3):
+            for _ in range(12):
                 service._leases.sweep()
             runner.gate.set()
             rest = [event async for event in events]
@@ -108,4 +115,8 @@ def test_a_look_in_the_middle_of_a_step_finds_no_stall() -> None:
     watch = StallWatch()
     launched = EngineLoad(num_requests_waiting=1, num_requests_running=1, num_steps=3)
     collected = replace(launched, num_requests_running=0)
-    assert [watch.is_stalled(load) for load in (launched, collected, collected)] == [False, False, True]
+    assert not any(watch.is_stalled(load, 0) for load in [launched, collected] * 12)
+    assert [watch.is_stalled(collected, 0) for _ in range(12)] == [False] * 9 + [True] * 3, (
+        "only at first with patience"
+    )
+    assert [watch.is_stalled(collected, 1) for _ in range(11)] == [False] * 10 + [True], "a lease was released"

@@ -18,6 +18,7 @@ from kvrelay.engine.cpu.step_threads import StepThreads
 from kvrelay.engine.engine_thread import EngineThread
 from kvrelay.engine.loading.loader import load_model
 from kvrelay.engine.models.decoder import DecoderForCausalLM
+from kvrelay.engine.request import KVRole
 from tests.engine.harness import Harness, prompt_of, request
 from tests.engine.timed_runner import TimedRunner
 from tests.engine.tiny_models import make_tiny_model
@@ -149,7 +150,7 @@ def test_an_engine_claims_its_cores_while_it_has_work(shares: tuple[CoreShare, C
 @pytest.mark.parametrize(
     ("prompt_token", "expected"),
     [
-        (0.020, [True, True, False, False]),  # the fourth waits for a place among the running ones
+        (0.020, [True, True, False, False]),  # then three wait for a place among the running ones
         (0.002, [False, False, False, False]),  # three prompts do not take long
     ],
 )
@@ -168,13 +169,32 @@ def test_an_engine_says_whether_prompts_wait_long_for_its_steps_alone(
     harness.engine.add(request("first", prompt_of(60), 1))  # shows what prompts cost
     harness.run()
     said = []
-    for name in "abcd":
+    for name in "abcdef":
         harness.engine.add(request(name, prompt_of(60, seed=ord(name)), 50))
     for _ in range(4):
         harness.step()
         said.append(other.prompts_wait_elsewhere())
     assert said == expected
-    for name in "abcd":
+    for name in "abcdef":
+        harness.engine.abort(name)
+    harness.step()
+    harness.engine.check_idle()
+
+
+def test_prompts_do_not_wait_for_steps_behind_one_that_is_to_reserve_its_blocks(
+    shares: tuple[CoreShare, CoreShare],
+) -> None:
+    """They begin only once it has these, which it gets as soon as an output has ended."""
+    ours, _ = shares
+    harness = Harness(num_blocks=8, threads=StepThreads(ours), clock=ManualClock())
+    harness.engine.add(request("running", prompt_of(8), 40))
+    harness.step()
+    harness.engine.add(request("arriving", prompt_of(60, 1), 2, role=KVRole.CONSUME))
+    for number in range(3):
+        harness.engine.add(request(str(number), prompt_of(8, 2 + number), 2))
+    harness.step()
+    assert harness.engine._scheduler.reserving.peek().lacks_room and not harness.engine._scheduler.prompts_wait(8)
+    for name in ("running", "arriving", "0", "1", "2"):
         harness.engine.abort(name)
     harness.step()
     harness.engine.check_idle()
