@@ -58,6 +58,9 @@ _logger = logging.getLogger(__name__)
 # Load balancers keep idle connections for a minute or less. If we closed one first, a request that is under way on it
 # would be lost, and they may not send it again.
 _IDLE_CONNECTION_SECONDS = 75
+# With a thousand streams a turn of the loop may take a tenth of a second. With one connection each, those who come at
+# once would wait for many seconds, health checks among them.
+_ACCEPTED_PER_TURN = 16
 _LEAST_GRACE_SECONDS = 1.0  # for sending their errors to requests that a stop has failed
 
 
@@ -266,8 +269,8 @@ class _HttpServer(uvicorn.Server):
 @asynccontextmanager
 async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event, grace: _Grace) -> AsyncIterator[int]:
     """Serves HTTP while the context is open, and yields the port. Sets `stop` when the server ends for any reason."""
-    listener = listen(settings.host, settings.port)
-    port: int = listener.getsockname()[1]
+    listeners = listen(settings.host, settings.port)
+    port: int = listeners[0].getsockname()[1]
     app = create_app(
         edge,
         version=__version__,
@@ -275,7 +278,7 @@ async def _serve_http(settings: RouterSettings, edge: Edge, stop: asyncio.Event,
         allowed_origins=settings.allowed_origins,
     )
     server = _HttpServer(http_config(app), grace)
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    task = asyncio.create_task(server.serve(sockets=listeners), name="http")
     task.add_done_callback(lambda _: stop.set())
     started = asyncio.create_task(server.started_event.wait())
     await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -302,11 +305,12 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket for the HTTP server. Raises ConfigurationError when the port is taken."""
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Returns what the HTTP server listens on: the same socket `_ACCEPTED_PER_TURN` times, because uvloop accepts one
+    connection of each in a turn of its loop. Raises ConfigurationError when the port is taken."""
     listener = bound_socket(host, port, flag="--port")
     listener.listen()
     # Accepted connections inherit the option; asyncio sets it only on sockets that it made itself. Without it each
     # event waits until the client has acknowledged the one before, up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
+    return [listener, *(listener.dup() for _ in range(_ACCEPTED_PER_TURN - 1))]

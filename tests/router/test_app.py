@@ -9,13 +9,14 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -239,10 +240,39 @@ async def test_a_router_may_have_as_many_connections_as_the_system_allows(model_
 
 def test_events_do_not_wait_for_acknowledgements() -> None:
     """Without TCP_NODELAY each event after the first waits up to 40 ms for the client's kernel."""
-    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with ExitStack() as stack:
+        listener, *_ = [stack.enter_context(listener) for listener in listen("127.0.0.1", 0)]
+        stack.enter_context(socket.create_connection(listener.getsockname()))
+        accepted = stack.enter_context(listener.accept()[0])
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_connections_that_come_at_once_are_accepted_in_few_turns_of_the_loop() -> None:
+    """With many streams a turn takes long, and a health check must not wait for as many as there are connections."""
+
+    async def count_turns(num_connections: int) -> int:
+        loop, accepted = asyncio.get_running_loop(), asyncio.Semaphore(0)
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                transport.close()
+                accepted.release()
+
+        async with AsyncExitStack() as stack:
+            listeners = listen("127.0.0.1", 0)
+            for _ in range(num_connections):
+                stack.enter_context(socket.create_connection(listeners[0].getsockname()))
+            for listener in listeners:
+                await stack.enter_async_context(await loop.create_server(Accepted, sock=listener))
+            turns = 0
+            for _ in range(num_connections):
+                while accepted.locked():
+                    await asyncio.sleep(0)
+                    turns += 1
+                await accepted.acquire()
+            return turns
+
+    assert uvloop.run(count_turns(64)) < 16
 
 
 def test_load_balancers_close_an_idle_connection_first() -> None:
