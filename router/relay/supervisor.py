@@ -38,7 +38,6 @@ from random import Random
 from kvrelay.core.backoff import Backoff
 from kvrelay.core.clock import Clock
 from kvrelay.core.errors import CancelledByPeerError, DeadlineError, GivenUpError, KVRelayError, UnavailableError
-from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import KVSource
 from kvrelay.core.turns import ITEMS_AT_A_TIME, OneAtATime
@@ -324,8 +323,7 @@ class RequestSupervisor:
         _logger.debug("request %s: placed at %s", wire_id, " and ".join(nodes))
 
         def sink(event: AttemptEvent) -> None:
-            num_tokens = len(event.token_ids) if isinstance(event, TokenOutput) else 1
-            self._inbox.put_nowait(partial(self._on_event, group, attempt, event), max(1, num_tokens))
+            self._inbox.put_nowait(partial(self._on_event, group, attempt, event))
 
         attempt.open(sink)
 

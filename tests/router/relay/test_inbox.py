@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from kvrelay.core.errors import CancelledByPeerError
-from kvrelay.core.generation.outputs import FinishReason, TokenOutput
+from kvrelay.core.generation.outputs import FinishReason
 from kvrelay.core.rpc.wire import output_to_wire
 from kvrelay.core.turns import ITEMS_AT_A_TIME
 from kvrelay.v1 import decode_node_pb2
@@ -19,7 +19,7 @@ from tests.router.scripted_nodes import token, until
 
 def test_the_fullest_inbox_is_emptied_when_all_together_have_too_much() -> None:
     ended: list[str] = []
-    inboxes: Inboxes[int] = Inboxes(max_tokens=4)
+    inboxes: Inboxes[int] = Inboxes(max_items=4)
     one, two, three = (inboxes.open(partial(ended.append, name)) for name in ("one", "two", "three"))
     one.put_nowait(1)
     two.put_nowait(2)
@@ -34,27 +34,8 @@ def test_the_fullest_inbox_is_emptied_when_all_together_have_too_much() -> None:
     assert ended[1:] == ["three"] and three.empty()
 
 
-async def test_an_item_counts_with_all_of_its_tokens() -> None:
-    """A router that cannot keep up gets many of them in one."""
-    ended: list[str] = []
-    inboxes: Inboxes[int] = Inboxes(max_tokens=20)
-    one, two = (inboxes.open(partial(ended.append, name)) for name in ("one", "two"))
-    for number in range(8):
-        one.put_nowait(number)
-    two.put_nowait(1, 9)
-    two.put_nowait(2, 3)
-    assert await two.get() == 1
-    assert (one.num_tokens, two.num_tokens) == (8, 3)
-    two.put_nowait(3, 9)
-    assert ended == []
-    one.put_nowait(8)
-    assert ended == ["two"] and two.empty() and two.num_tokens == 0
-    one.close()
-    assert inboxes._num_tokens == 0
-
-
 async def test_what_was_read_and_what_a_closed_inbox_had_leaves_room() -> None:
-    inboxes: Inboxes[int] = Inboxes(max_tokens=2)
+    inboxes: Inboxes[int] = Inboxes(max_items=2)
     ended: list[str] = []
     one, two = (inboxes.open(partial(ended.append, name)) for name in ("one", "two"))
     one.put_nowait(1)
@@ -73,28 +54,27 @@ async def test_what_was_read_and_what_a_closed_inbox_had_leaves_room() -> None:
 
 def test_an_inbox_is_emptied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, half a million items would keep the event loop waiting."""
-    inboxes: Inboxes[int] = Inboxes(max_tokens=4)
+    inboxes: Inboxes[int] = Inboxes(max_items=4)
     ended: list[int] = []
     inbox = inboxes.open(lambda: ended.append(inbox.qsize()))
     monkeypatch.setattr(inbox, "get_nowait", None)
     for number in range(9):
         inbox.put_nowait(number)
-    assert ended == [0] and inbox.qsize() == inboxes._num_tokens == 4
+    assert ended == [0] and inbox.qsize() == inboxes._num_items == 4
     inbox.close()
-    assert inbox.qsize() == inboxes._num_tokens == 0
+    assert inbox.qsize() == inboxes._num_items == 0
 
 
-@pytest.mark.parametrize("pieces", [[1, 1, 1, 1], [4]])
 async def test_a_request_whose_client_takes_too_little_ends_at_its_nodes_and_others_go_on(
-    pieces: list[int], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with cluster() as nodes, aclosing(nodes.relay.run(a_request("slow"))) as slow:
+        nodes.relay._inboxes._max_items = 3
         _, slow_id = await begun(nodes, slow, token(7))
         async with aclosing(nodes.relay.run(a_request("fast"))) as fast:
             _, fast_id = await begun(nodes, fast, token(7))
-            nodes.relay._inboxes._max_tokens = nodes.relay._inboxes._num_tokens + 3
-            for num_tokens in pieces:
-                nodes.decode.tokens(slow_id, TokenOutput(0, (8,) * num_tokens))
+            for _ in range(4):
+                nodes.decode.tokens(slow_id, token(8))
             assert await nodes.decode.aborted() == slow_id
             with pytest.raises(CancelledByPeerError, match="too slowly"):
                 await take(slow)
