@@ -208,12 +208,14 @@ class Scheduler:
         and of the `waiting` ones as many as there are places for, unless the first of them lacks room. Those that are
         less urgent than any that decodes, or that are to yield to them, do not count, nor does any behind such a
         `prompt`, nor if a limit leaves them nothing."""
+        if self.config.max_num_mixed_tokens:
+            return 0
         most_urgent = min(item.priority for item, num_missing in going_on if num_missing == 1)
 
         def may_delay(item: Sequence) -> bool:
             return item.priority <= most_urgent and not item.request.yields_to_decodes
 
-        if self.config.max_num_mixed_tokens or not may_delay(prompt):
+        if not may_delay(prompt):
             return 0
         num_prompts = sum(num_missing > 1 and may_delay(item) for item, num_missing in going_on)
         if self.waiting and not self.waiting.peek().lacks_room:
