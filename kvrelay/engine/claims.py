@@ -8,35 +8,35 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.core.kv.layout import num_blocks_for
+from kvrelay.engine.request import KVRole
 from kvrelay.engine.sequence import Sequence
+
+_NUM_BLOCKS_AHEAD = 2
 
 
 @dataclass(slots=True)
 class Claims:
     """`num_places` is how many of `max_num_seqs` sequences are here, with the siblings that they will fork off.
-    `num_blocks` is how many free blocks the later chunks of running prompts need: if others took them, one of these
-    would be preempted. Whoever admits a sequence adds it."""
+    `num_blocks` is how many free blocks they will need: for the later chunks of prompts, and for the next
+    `_NUM_BLOCKS_AHEAD` of each output. If others took them, one of these would soon be preempted, and all that it had
+    computed would be computed again. Whoever admits a sequence adds it."""
 
     num_places: int = 0
     num_blocks: int = 0
 
-    def add_receiving(self, sequence: Sequence) -> None:
-        """Counts a sequence that holds blocks for all its given tokens."""
+    def add(self, sequence: Sequence) -> None:
+        """Counts a sequence that computes or whose KV arrives."""
         self.num_places += sequence.width
-
-    def add_running(self, sequence: Sequence) -> None:
-        """Counts a sequence that computes. A decode claims no block: it takes its next one when it needs it."""
-        self.num_places += sequence.width
-        if sequence.num_missing_tokens > 1:
-            num_needed = num_blocks_for(sequence.num_expected_tokens, sequence.block_size)
-            self.num_blocks += num_needed - len(sequence.block_table)
+        size, most = sequence.block_size, sequence.max_num_tokens - 1  # the KV of the last token is never needed
+        num_blocks = num_blocks_for(min(sequence.num_expected_tokens, most), size)
+        self.num_blocks += max(0, num_blocks - len(sequence.block_table))
+        if sequence.request.role is not KVRole.PRODUCE:
+            self.num_blocks += sequence.width * min(_NUM_BLOCKS_AHEAD, num_blocks_for(most, size) - num_blocks)
 
 
-def count_claims(running: Iterable[Sequence], receiving: Iterable[Sequence]) -> Claims:
+def count_claims(admitted: Iterable[Sequence]) -> Claims:
     """Counts what all these claim."""
     claims = Claims()
-    for sequence in running:
-        claims.add_running(sequence)
-    for sequence in receiving:
-        claims.add_receiving(sequence)
+    for sequence in admitted:
+        claims.add(sequence)
     return claims

@@ -114,7 +114,7 @@ class Scheduler:
             self.reserving.pop()
             sequence.state = SequenceState.RECEIVING
             self.receiving.append(sequence)
-            claims.add_receiving(sequence)
+            claims.add(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -239,7 +239,7 @@ class Scheduler:
             count = self._begin(sequence, budget, copies)
             self.waiting.pop()
             self.run(sequence)
-            claims.add_running(sequence)
+            claims.add(sequence)
             chosen.append((sequence, count))
             budget -= count
 
@@ -255,7 +255,7 @@ class Scheduler:
         return bool(self.reserving) and self.reserving.peek().order < self.waiting.peek().order
 
     def _claims(self) -> Claims:
-        return count_claims(self.running, self.receiving)
+        return count_claims(chain(self.running, self.receiving))
 
     def _has_room_for(self, sequence: Sequence, claims: Claims) -> bool:
         """Tells whether a waiting sequence could begin."""

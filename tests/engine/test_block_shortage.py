@@ -19,10 +19,10 @@ from tests.engine.harness import BLOCK_SIZE, NAMESPACE, Harness, first_tokens, m
 def test_a_preempted_prefill_gives_up_what_its_lease_keeps() -> None:
     """Otherwise the request and one that goes before it would wait for each other's blocks for ever."""
     other = Harness(publish=True)
-    harness = Harness(num_blocks=12, publish=True, max_num_batched_tokens=16, policy="priority")
+    harness = Harness(num_blocks=12, publish=True, max_num_batched_tokens=4, policy="priority")
     first, second = prompt_of(64), prompt_of(64, 1)
     produce(other, "x", second)
-    harness.engine.add(request("decoding", prompt_of(30, 2), 12))
+    harness.engine.add(request("decoding", prompt_of(14, 2), 34))
     harness.step()
     harness.engine.add(request("first", first, role=KVRole.PRODUCE))
     while harness.engine.load().num_preemptions == 0:

@@ -29,8 +29,34 @@ def test_those_admitted_in_one_step_do_not_take_each_others_places(role: KVRole)
     _end(harness, 4)
 
 
-def test_an_output_that_decodes_claims_no_block() -> None:
-    """It takes its next one when it needs it. Here it ends with the token that is under way, and needs none."""
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_next_two_blocks_of_every_output_are_no_room_for_others(n: int) -> None:
+    """Else a request would begin that another output soon preempts. Its first token may still be to come."""
+    harness = Harness(num_blocks=20)
+    harness.engine.add(request("decoding", prompt_of(9), 40, n=n))
+    harness.engine.add(request("arriving", prompt_of(9, 1), 40, role=KVRole.CONSUME))
+    harness.step()
+    harness.step()
+    assert harness.engine.load().num_free_blocks == 20 - (1 + n) - 2
+    num_left = 20 - (1 + n) - 2 * n - 2 - 2  # for a prompt that begins
+    harness.engine.add(request("beginning", prompt_of(8 * num_left - 1, 2), 1))
+    harness.step()
+    assert harness.engine.load().num_requests_waiting == 0
+    harness.engine.abort("beginning")
+    harness.engine.add(request("waiting", prompt_of(8 * num_left + 1, 3), 1))
+    harness.step()
+    assert harness.engine.load().num_requests_waiting == 1
+    harness.engine.abort("decoding")
+    harness.step()
+    assert harness.engine.load().num_requests_waiting == 0
+    harness.engine.unpin([block.block_id for block in harness.reservation("arriving").missing])
+    harness.engine.abort("arriving")
+    harness.run()
+    harness.engine.check_idle()
+
+
+def test_an_output_that_ends_claims_no_block() -> None:
+    """The last token, which is under way, needs none."""
     harness = Harness(num_blocks=3, run_ahead=True)
     harness.engine.add(request("ending", prompt_of(8), 1))
     harness.step()

@@ -118,14 +118,14 @@ def test_where_nobody_is_overtaken_no_request_that_lacks_room_is_named() -> None
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_a_preemption_after_which_nothing_runs_is_reported(run_ahead: bool) -> None:
     """Blocks that KV is to arrive in leave none for the only sequence that runs."""
-    harness = Harness(num_blocks=4, run_ahead=run_ahead)
-    harness.engine.add(request("preempted", prompt_of(8), 20))
+    harness = Harness(num_blocks=6, run_ahead=run_ahead)
+    harness.engine.add(request("preempted", prompt_of(8), 40))
     harness.step()
     harness.step()
     harness.engine.add(request("receiving", prompt_of(16, 3), 4, role=KVRole.CONSUME))
     harness.run()
     assert harness.results[-1].load == harness.engine.load()
-    assert (harness.engine.load().num_preemptions, harness.engine.load().num_free_blocks) == (1, 2)
+    assert (harness.engine.load().num_preemptions, harness.engine.load().num_free_blocks) == (1, 4)
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])

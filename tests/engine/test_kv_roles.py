@@ -127,7 +127,7 @@ def test_what_does_not_arrive_is_computed_once_for_all_outputs(num_arrived: int,
 
 def test_outputs_whose_prompt_is_being_computed_survive_preemption() -> None:
     """Another request has computed all of that prompt when it goes on."""
-    prefill, decode = Harness(publish=True), Harness(num_blocks=22, max_num_batched_tokens=16)
+    prefill, decode = Harness(publish=True), Harness(num_blocks=26, max_num_batched_tokens=4)
     prompt = prompt_of(48)
     decode.engine.add(request("before", prompt_of(4, 1), 120))
     while len(decode.tokens["before", 0]) < 72:

@@ -20,11 +20,11 @@ def test_preemption_recomputes_and_changes_nothing() -> None:
 
 
 def test_what_a_request_has_computed_itself_is_not_cached_for_it_after_preemption() -> None:
-    harness = Harness(num_blocks=8, max_num_batched_tokens=17)
+    harness = Harness(num_blocks=10, max_num_batched_tokens=3)
     shared, others = prompt_of(8, seed=1), prompt_of(39, seed=2)
     harness.engine.add(request("before", [*shared, 1], max_tokens=1))
     harness.run()
-    harness.engine.add(request("long", prompt_of(15), max_tokens=20))
+    harness.engine.add(request("long", prompt_of(15), max_tokens=36))
     harness.engine.add(request("preempted", [*shared, *others], max_tokens=1))
     harness.run()
     assert harness.results[-1].load.num_preemptions == 1
@@ -33,15 +33,15 @@ def test_what_a_request_has_computed_itself_is_not_cached_for_it_after_preemptio
 
 
 def test_a_preempted_request_counts_as_cached_only_what_it_finds_again() -> None:
-    harness = Harness(num_blocks=8, max_num_batched_tokens=17, policy="priority")
+    harness = Harness(num_blocks=10, max_num_batched_tokens=3, policy="priority")
     shared, others = prompt_of(8, seed=1), prompt_of(39, seed=2)
     harness.engine.add(request("before", [*shared, 1], max_tokens=1))
     harness.run()
-    harness.engine.add(request("long", prompt_of(15), max_tokens=20))
+    harness.engine.add(request("long", prompt_of(15), max_tokens=36))
     harness.engine.add(request("preempted", [*shared, *others], max_tokens=1))
     while harness.engine.load().num_preemptions == 0:
         assert harness.step()
-    harness.engine.add(request("urgent", prompt_of(60, seed=3), max_tokens=1, priority=-1))
+    harness.engine.add(request("urgent", prompt_of(76, seed=3), max_tokens=1, priority=-1))
     harness.run()
     assert harness.finish_order == ["before", "long", "urgent", "preempted"]
     assert harness.cached_tokens("preempted") == 0, "the urgent one has taken all blocks"

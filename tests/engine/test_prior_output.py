@@ -68,7 +68,7 @@ def test_what_the_first_engine_computed_is_found_by_name() -> None:
 
 
 def test_preemption_of_a_resumed_output_changes_nothing() -> None:
-    harness = Harness(num_blocks=13)
+    harness = Harness(num_blocks=15)
     for number in range(4):
         harness.engine.add(resumed(str(number), 5 * number, choice=number))
     harness.run()

@@ -173,7 +173,7 @@ def draw_sampling(rng: random.Random, prompt: Sequence[int]) -> SamplingParams:
     stop = [rng.choice(expected_output(prompt, 8, choice_index=rng.randrange(n)))] if rng.random() < 0.3 else []
     return SamplingParams(
         n=n,
-        max_tokens=rng.randrange(1, 25),
+        max_tokens=rng.randrange(1, 80 - len(prompt)),
         temperature=0.0,
         seed=0,
         stop_token_ids=tuple(stop),
@@ -373,7 +373,7 @@ def generate(engine: Engine, rng: random.Random) -> dict[tuple[str, int], list[i
     for i in range(8):
         sampling = SamplingParams(
             n=rng.choice([1, 1, 2]),
-            max_tokens=rng.randrange(8, 20),
+            max_tokens=rng.randrange(8, 60),
             min_tokens=rng.choice([0, 6]),
             temperature=rng.choice([0.0, 0.8]),
             top_p=rng.choice([1.0, 0.9]),

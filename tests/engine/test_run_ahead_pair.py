@@ -84,7 +84,7 @@ def test_blocks_that_a_prompt_holds_for_its_later_chunks_are_no_room_for_others(
     """They were reserved for KV that has not arrived, and stay with the prompt, whose chunk needs no more. Counted as
     room, they would let a step be planned that has to preempt, while one is in flight."""
     harness = Harness(num_blocks=10, max_num_batched_tokens=16, run_ahead=True)
-    decoded, reserved = prompt_of(15, 1), prompt_of(64)
+    decoded, reserved = prompt_of(15, 1), prompt_of(61)
     harness.engine.add(request("decode", decoded, 12))
     harness.engine.add(request("prompt", reserved, 4, role=KVRole.CONSUME))
     harness.step()
