@@ -186,9 +186,9 @@ def _commands(measurement: Comparison | Part, arguments: argparse.Namespace) -> 
             command.append(f"--peer-arguments={arguments.peer_arguments}")
         yield command
         return
-    command = ["-m", f"bench.{measurement.script}", *measurement.arguments]
-    if measurement.script == "router_throughput" and shutil.which("wrk"):
-        command.append("--wrk")
+    has_wrk = shutil.which("wrk") is not None
+    given = (argument for argument in measurement.arguments if argument != "--wrk" or has_wrk)
+    command = ["-m", f"bench.{measurement.script}", *given]
     for _ in range(rounds):
         yield command
 

@@ -91,13 +91,15 @@ class _Steps:
                 case "admit":
                     self._admit(command.admit.request_id, command.admit.sampling_params.max_tokens)
                 case "abort":
-                    self._left.pop(command.abort.request_id, None)
+                    if command.abort.request_id in self._left:
+                        self._end(command.abort.request_id)
 
     def close(self) -> None:
         self._left.clear()
 
     def _admit(self, request_id: str, num_tokens: int) -> None:
         self._left[request_id] = num_tokens
+        self.stream.begin(request_id)
         computed = decode_node_pb2.PromptComputed()
         self.stream.send(decode_node_pb2.DecodeEvent(request_id=request_id, prompt_computed=computed))
         self._add_token(request_id)
@@ -120,7 +122,11 @@ class _Steps:
         finish_reason = None if left else FinishReason.LENGTH
         self.stream.send_output(request_id, TokenOutput(0, (FIRST_ID + left % NUM_IDS,), finish_reason=finish_reason))
         if finish_reason is not None:
-            del self._left[request_id]
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        del self._left[request_id]
+        self.stream.end(request_id)
 
 
 async def serve(vocab_size: int, step: float) -> None:

@@ -1,6 +1,10 @@
-"""The messages to one router. Events of one turn of the loop travel in one message, and so do those that are sent while
-the message before is being written. Tokens of one output are one event, unless an event of another kind comes
-between them for the same request or they are many (`_EVENT_TOKENS`).
+"""The messages to one router. Events of one turn of the loop travel together, and so do those that are sent while
+a message is being written. Tokens of one output are one event, unless an event of another kind comes between them for
+the same request or they are many (`_EVENT_TOKENS`).
+
+A router with many streams may be slower for a while than the steps. A request's events up to its first tokens
+therefore overtake the tokens of requests that have had some: its client waits to see that anything happens, and theirs
+have what they read.
 
 Invariant: everything sent before `close` is delivered before the stream ends, a request's events in the order in which
 they were sent.
@@ -19,34 +23,60 @@ from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 
 # A router that is slow for a while must not get one message that gRPC refuses (`MAX_MESSAGE_BYTES`), nor one that keeps
-# its loop for long.
+# its loop for long. Nor can anything overtake the events of a message.
 _MESSAGE_BYTES = 4 * 1024 * 1024
+_MESSAGE_EVENTS = 128
 _EVENT_TOKENS = 1024  # with 20 log-probabilities each about 160 KiB
 
 
-class RouterStream:
-    """The stream to one router. `request_ids`: the requests that end with it."""
+class _Lane:
+    """Events that wait to be sent, in order."""
 
     def __init__(self) -> None:
-        self.request_ids: set[str] = set()
-        self._update = pb.DecodeUpdate()
-        # Of `_update`, by request and output: the events that further tokens are added to.
+        self.update = pb.DecodeUpdate()
+        # Of `update`, by request and output: the events that further tokens are added to.
         self._outputs: dict[str, dict[int, common_pb2.TokenOutput]] = {}
+
+    def add(self, event: pb.DecodeEvent) -> None:
+        self.update.events.append(event)
+        self._outputs.pop(event.request_id, None)
+
+    def add_output(self, request_id: str, output: TokenOutput) -> None:
+        outputs = self._outputs.setdefault(request_id, {})
+        tokens = outputs.get(output.index)
+        if tokens is None or len(tokens.token_ids) >= _EVENT_TOKENS:
+            tokens = outputs[output.index] = self.update.events.add(request_id=request_id).tokens
+        fill_output(tokens, output)
+
+
+class RouterStream:
+    """The stream to one router, and its requests, which end with it."""
+
+    def __init__(self) -> None:
+        self._has_streamed: dict[str, bool] = {}  # by request: whether a message with tokens of it was taken
+        self._beginning = _Lane()
+        self._streaming = _Lane()  # of requests that have streamed
         self._wake = asyncio.Event()
         self._closed = False
 
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._has_streamed)
+
+    def begin(self, request_id: str) -> None:
+        self._has_streamed[request_id] = False
+
+    def end(self, request_id: str) -> None:
+        """Ends a request, after its last event was sent."""
+        del self._has_streamed[request_id]
+
     def send(self, event: pb.DecodeEvent) -> None:
-        self._update.events.append(event)
-        self._outputs.pop(event.request_id, None)
+        self._lane_of(event.request_id).add(event)
         self._wake.set()
 
     def send_output(self, request_id: str, output: TokenOutput) -> None:
         """Adds tokens directly to the next message. Runs for every token, while the engine waits for the thread."""
-        outputs = self._outputs.setdefault(request_id, {})
-        tokens = outputs.get(output.index)
-        if tokens is None or len(tokens.token_ids) >= _EVENT_TOKENS:
-            tokens = outputs[output.index] = self._update.events.add(request_id=request_id).tokens
-        fill_output(tokens, output)
+        self._lane_of(request_id).add_output(request_id, output)
         self._wake.set()
 
     def send_prompt(self, prompt: PromptOutput, fetches: FetchReport, *, with_logprobs: bool) -> None:
@@ -74,26 +104,41 @@ class RouterStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            update, self._update = self._update, pb.DecodeUpdate()
-            self._outputs.clear()
-            if update.events:
-                for part in _parts(update):
-                    yield part
-            if self._closed and not self._update.events:
+            for first in self._take_beginning():
+                yield first
+            taken, self._streaming = self._streaming, _Lane()
+            for part in _parts(taken.update):
+                for first in self._take_beginning():
+                    yield first
+                yield part
+            if self._closed and not self._beginning.update.events and not self._streaming.update.events:
                 return
+
+    def _lane_of(self, request_id: str) -> _Lane:
+        return self._streaming if self._has_streamed.get(request_id) else self._beginning
+
+    def _take_beginning(self) -> Iterator[pb.DecodeUpdate]:
+        while self._beginning.update.events:
+            taken, self._beginning = self._beginning, _Lane()
+            for event in taken.update.events:
+                if event.HasField("tokens") and event.request_id in self._has_streamed:
+                    self._has_streamed[event.request_id] = True
+            yield from _parts(taken.update)
 
 
 def _parts(update: pb.DecodeUpdate) -> Iterator[pb.DecodeUpdate]:
-    """Splits a message between events, so that no part but one of a single event is larger than `_MESSAGE_BYTES`."""
-    if update.ByteSize() <= _MESSAGE_BYTES:
+    """Splits a message between events, so that no part has more than `_MESSAGE_EVENTS` or, but for one of a single
+    event, is larger than `_MESSAGE_BYTES`."""
+    if 0 < len(update.events) <= _MESSAGE_EVENTS and update.ByteSize() <= _MESSAGE_BYTES:
         yield update
         return
     part, num_bytes = pb.DecodeUpdate(), 0
     for event in update.events:
         size = event.ByteSize()
-        if part.events and num_bytes + size > _MESSAGE_BYTES:
+        if part.events and (num_bytes + size > _MESSAGE_BYTES or len(part.events) == _MESSAGE_EVENTS):
             yield part
             part, num_bytes = pb.DecodeUpdate(), 0
         part.events.append(event)
         num_bytes += size
-    yield part
+    if part.events:
+        yield part

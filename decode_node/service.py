@@ -106,7 +106,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         finally:
             reader.cancel()
             self._streams.remove(stream)
-            for request_id in list(stream.request_ids):
+            for request_id in stream.request_ids:
                 self._abort(request_id)
 
     async def _read(self, commands: AsyncIterator[pb.DecodeCommand], stream: RouterStream) -> None:
@@ -161,7 +161,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             deadline_after(admit.timeout_ms),
             request.sampling.n,
         )
-        stream.request_ids.add(request.request_id)
+        stream.begin(request.request_id)
         self._node.activity.begin(request.request_id)
         added = self._node.engine_thread.call(lambda engine: engine.add(request))
         added.add_done_callback(partial(self._on_added, request.request_id))
@@ -210,11 +210,12 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
         """Ends a request with an error, unless it is over. The engine holds nothing for it any more, or was told to
         abort it."""
         if request_id in self._active:
-            self._forget(request_id).stream.send_failure(request_id, error)
+            self._active[request_id].stream.send_failure(request_id, error)
+            self._forget(request_id)
 
     def _forget(self, request_id: str) -> _Decode:
         decode = self._active.pop(request_id)
-        decode.stream.request_ids.remove(request_id)
+        decode.stream.end(request_id)
         self._node.activity.end(request_id)
         if decode.reception is not None:
             decode.reception.cancel()

@@ -206,7 +206,7 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
     Part(
         "router",
         "router_throughput",
-        ("demo/model",),
+        ("demo/model", "--wrk"),
         (
             Target("http: streamed", least=15_000),
             Target("http: tokens in a piece"),
@@ -217,6 +217,18 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
             Target("http, text: added to TTFT"),
             Target("http: TTFT beside streams"),
         ),
+    ),
+    Part(
+        "router-1000-streams",
+        "router_throughput",
+        ("demo/model", "--concurrency", "1000", "--requests", "1000", "--step-ms", "100"),
+        (
+            Target("http: streamed"),
+            Target("http: tokens in a piece"),
+            Target("grpc: streamed"),
+            Target("http: TTFT beside streams"),
+        ),
+        rounds=1,
     ),
     Part(
         "step-overhead",

@@ -9,7 +9,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from kvrelay.core.turns import OneAtATime
+from kvrelay.core.turns import AFewPerTurn, OneAtATime
 
 # A body up to this size is not counted and never waits: a connection may buffer as much anyway. So large bodies,
 # however many and slow, keep no usual request waiting.
@@ -17,6 +17,8 @@ SMALL_BYTES = 64 * 1024
 # With thousands of biases, which need more bytes than this, to parse a body, to make its call and to check that takes
 # milliseconds each.
 QUICK_BYTES = 16 * 1024
+# If all clients that were refused come back together, streams go on between a few of them and the next.
+_QUICK_BODIES_PER_TURN = 16
 
 
 class BodyBudget:
@@ -26,6 +28,7 @@ class BodyBudget:
         self._num_left = max_bytes  # less than none if the first body has taken more
         self._shares: dict[BodyShare, None] = {}  # of bodies that are not small, in the order in which they became so
         self.large_bodies = OneAtATime()
+        self.quick_bodies = AFewPerTurn(_QUICK_BODIES_PER_TURN)
 
     def share(self) -> "BodyShare":
         """Returns the share of a body that begins to arrive, as a context that gives it back."""
@@ -87,6 +90,13 @@ class BodyShare:
         if not self.go_on():
             self._granted = asyncio.get_running_loop().create_future()
             await self._granted
+
+    async def whole(self) -> None:
+        """Lets others have their turn before the work on the body begins, if it is long or others were read with it."""
+        if self._length > QUICK_BYTES:
+            await self.turn()
+        else:
+            await self._budget.quick_bodies.turn()
 
     async def turn(self) -> None:
         """Lets others have their turn before the next part of the work on the body. Returns at once if it is quick."""

@@ -90,7 +90,7 @@ async def _read_bounded(request: Request, max_bytes: int, share: BodyShare, seco
             body += chunk
             deadline.reschedule(due + len(body) / BODY_BYTES_PER_SECOND)
             await share.hold(len(body))
-    await share.turn()
+    await share.whole()
     return bytes(body)
 
 

@@ -6,6 +6,7 @@ so none of them ever waits for a stream that is gone.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -34,6 +35,11 @@ from kvrelay.v1 import decode_node_pb2_grpc
 from router.request import NodeRequest
 
 _logger = logging.getLogger(__name__)
+
+# Each event wakes the task of a request. After so many others have a turn: new connections, other nodes. If they take
+# long, more events are handled at a time, so that streams go on at this rate when very many requests are refused.
+_EVENTS_PER_TURN = 16
+_EVENTS_PER_SECOND = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +112,16 @@ class _Stream:
 
     async def _read(self) -> None:
         error: KVRelayError = UnavailableError(f"decode node {self._address} has closed its stream")
+        left = _EVENTS_PER_TURN
         try:
             async for update in self._call:
                 for event in understood(update).events:
                     self._dispatch(event)
+                    left -= 1
+                    if left == 0:
+                        began = time.monotonic()
+                        await asyncio.sleep(0)
+                        left = max(_EVENTS_PER_TURN, round((time.monotonic() - began) * _EVENTS_PER_SECOND))
         except grpc.aio.AioRpcError as failure:
             error = UnavailableError(f"lost decode node {self._address}: {error_from_rpc(failure)}")
         except UnavailableError as failure:

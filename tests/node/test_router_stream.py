@@ -87,6 +87,45 @@ async def test_what_a_slow_router_has_not_taken_comes_in_messages_of_bounded_siz
     assert set(received.values()) == {6000}
 
 
+async def test_first_tokens_overtake_those_of_requests_that_have_streamed() -> None:
+    """Else they would come behind a thousand streams whose tokens a slow router has still to read. A request's own
+    events stay in their order."""
+    stream = RouterStream()
+    for number in range(300):
+        stream.begin(str(number))
+        stream.send_output(str(number), TokenOutput(0, (5,)))
+    updates = aiter(stream.updates())
+    for _ in range(3):
+        await anext(updates)
+    for number in range(300):
+        stream.send_output(str(number), TokenOutput(0, (6,)))
+    overtaken = await anext(updates)
+    stream.begin("new")
+    stream.send(pb.DecodeEvent(request_id="new", prompt_computed=pb.PromptComputed()))
+    stream.send_output("new", TokenOutput(0, (7,)))
+    first = await anext(updates)
+    stream.send_output("new", TokenOutput(0, (8,)))
+    stream.send_failure("new", NotTakenError("not now"))
+    stream.end("new")
+    stream.close()
+    rest = [event async for update in updates for event in update.events]
+    assert [len(overtaken.events), len(first.events)] == [128, 2]
+    assert [event.request_id for event in first.events] == ["new", "new"]
+    assert [event.WhichOneof("event") for event in rest if event.request_id == "new"] == ["tokens", "failed"]
+    streamed = [event.request_id for event in (*overtaken.events, *rest) if event.request_id != "new"]
+    assert streamed == [str(number) for number in range(300)]
+    assert "new" not in stream.request_ids
+
+
+async def test_a_message_has_no_more_than_so_many_events() -> None:
+    stream = RouterStream()
+    for number in range(1000):
+        stream.send_output(str(number), TokenOutput(0, (5,)))
+    stream.close()
+    sizes = [len(update.events) async for update in stream.updates()]
+    assert max(sizes) == 128 and sum(sizes) == 1000
+
+
 async def test_closing_a_stream_ends_it_without_another_message() -> None:
     stream = RouterStream()
     reading = asyncio.ensure_future(anext(aiter(stream.updates()), None))

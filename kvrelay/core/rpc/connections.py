@@ -25,9 +25,11 @@ PING_TIMEOUT_MS = 60_000
 # How much longer the other process may take to answer than it may be silent: this one may be stopped for a while
 # (SIGSTOP), and when it goes on, gRPC looks at its timers before it reads the answers that wait.
 STOPPED_MS = 10_000
-# Calls that have arrived and that the loop has not looked at yet. gRPC cancels further ones, by default some of those
-# beyond a thousand, and the client cannot tell why; a router refuses what is too much for it in its own words.
+# Calls that have arrived and that the loop has not looked at yet: it takes up one in a turn or two. gRPC cancels
+# further ones, and those that have waited for so long; by default some of those beyond a thousand, and after 30 s. The
+# client cannot tell why; a router refuses what is too much for it in its own words.
 MAX_PENDING_CALLS = 10_000
+MAX_PENDING_SECONDS = 300
 RECONNECT_SECONDS = 0.5  # longest wait between two attempts to reach a process: requests may wait for it
 CONNECT_SECONDS = 2.0  # longest attempt: it takes two round trips, maybe to a host that is busy
 WHOLE_SERVER = ""  # the health service's name for the server as a whole, which serves while the process works
@@ -100,6 +102,7 @@ def server_options(
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),
         ("grpc.so_reuseport", 0),
         # None of ours compresses. A small message may become a huge one, which no limit sees before it is there.
         ("grpc.compression_enabled_algorithms_bitset", 1),

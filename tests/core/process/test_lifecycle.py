@@ -20,15 +20,31 @@ import torch
 from kvrelay.core.process.lifecycle import announce_ready
 announce_ready(role="test")
 print(len(gc.get_objects()), gc.get_freeze_count())
+
+
+def num_collections(num_objects, make):
+    before = sum(generation["collections"] for generation in gc.get_stats())
+    made = [make() for _ in range(num_objects)]
+    return sum(generation["collections"] for generation in gc.get_stats()) - before
+
+
+def cycle():
+    some = []
+    some.append(some)
+
+
+print(num_collections(40_000, list), num_collections(200_000, cycle))
 """
 
 
 def test_what_was_loaded_before_is_never_collected_again() -> None:
     ended = subprocess.run([sys.executable, "-c", READY], capture_output=True, text=True, check=True, timeout=60)
-    ready, counts = ended.stdout.splitlines()
+    ready, counts, collections = ended.stdout.splitlines()
     assert json.loads(ready) == {"event": "ready", "role": "test"}
     num_watched, num_kept = map(int, counts.split())
     assert num_watched < 1_000 < 50_000 < num_kept
+    for_requests, for_garbage = map(int, collections.split())
+    assert for_requests == 0 < for_garbage, "those that look at what lives are rare, and garbage is found"
 
 
 def test_a_process_serves_also_if_nobody_takes_its_ready_line() -> None:

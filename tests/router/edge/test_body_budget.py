@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tracemalloc
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from kvrelay.text.tokenizer import Tokenizer
 from router.edge import gateway as gateway_module
 from router.edge.body_budget import SMALL_BYTES, BodyBudget, BodyShare
 from router.edge.http_exchange import read_json_body
+from tests.loop_turns import counting_turns
 from tests.router.edge.edge_parts import ScriptedRelay
 from tests.router.edge.gateway_client import COMPLETION, serving
 from tests.router.scripted_nodes import PATIENCE, until
@@ -114,6 +116,25 @@ async def test_large_bodies_are_parsed_in_different_turns_of_the_event_loop() ->
         loop_turn += 1
         await asyncio.sleep(0)
     assert len(set(parsed_in)) == 4
+
+
+async def test_of_small_bodies_that_come_together_a_few_are_parsed_in_a_turn_of_the_event_loop() -> None:
+    """Else streams would stand still while all clients that were refused come back."""
+    budget = BodyBudget(8 * MIB)
+    parsed_in: list[int] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async with counting_turns() as num_turns:
+
+        async def parse() -> None:
+            with budget.share() as share:
+                await read_json_body(Request({"type": "http", "headers": []}, receive), MIB, share)
+                parsed_in.append(num_turns())
+
+        await asyncio.gather(*(parse() for _ in range(100)))
+    assert max(Counter(parsed_in).values()) <= 16
 
 
 async def test_however_many_large_bodies_come_at_once_few_are_held_and_all_are_answered(

@@ -9,7 +9,10 @@ import pytest
 
 from kvrelay.core.errors import UnavailableError
 from kvrelay.v1 import decode_node_pb2
+from kvrelay.v1.common_pb2 import TokenOutput
+from router.relay import decode_client
 from router.relay.decode_client import DecodeClient, DecodeEvent, DecodeFailed
+from tests.loop_turns import counting_turns
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon
 
 
@@ -117,3 +120,43 @@ async def test_a_message_that_is_not_understood_fails_the_sessions_and_says_so()
         last: DecodeEvent = await soon(events)
         assert isinstance(last, DecodeFailed) and isinstance(last.error, UnavailableError)
         assert f"lost decode node {node.address}: what it answers is not understood" in str(last.error)
+
+
+class BurstingDecode(ScriptedDecode):
+    """A node that has tokens of one request in so many events of one message."""
+
+    NUM_EVENTS = 2000
+
+    async def Serve(
+        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: object
+    ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
+        event = decode_node_pb2.DecodeEvent(request_id="one", tokens=TokenOutput(index=0, token_ids=[5]))
+        yield decode_node_pb2.DecodeUpdate(events=[event] * self.NUM_EVENTS)
+        await asyncio.Event().wait()
+
+
+async def _turns_of_a_burst() -> int:
+    """Returns how many turns of the loop the events of one message take."""
+    turns: list[int] = []
+    is_over = asyncio.Event()
+    async with client_of(BurstingDecode()) as (client, _), counting_turns() as num_turns:
+
+        def sink(event: DecodeEvent) -> None:
+            turns.append(num_turns())
+            if len(turns) == BurstingDecode.NUM_EVENTS:
+                is_over.set()
+
+        client.open("one", sink)
+        await asyncio.wait_for(is_over.wait(), PATIENCE)
+    return len(set(turns))
+
+
+async def test_others_have_their_turn_between_the_events_of_a_message() -> None:
+    """Else a new request waits until a thousand streams have been written to."""
+    assert await _turns_of_a_burst() > 5
+
+
+async def test_the_longer_others_take_the_more_events_have_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else streams would stand still while very many requests are refused."""
+    monkeypatch.setattr(decode_client, "_EVENTS_PER_SECOND", 1e12)
+    assert await _turns_of_a_burst() <= 3
