@@ -170,13 +170,22 @@ async def node_ttft(address: str, requests: int) -> float:
                 )
                 started = time.monotonic()
                 await call.write(decode_node_pb2.DecodeCommand(admit=admit))
-                await call.read()
+                update = await call.read()
                 times.append(time.monotonic() - started)
-                await call.read()
+                while not _has_ended(update):  # both tokens may have come together
+                    update = await call.read()
         except grpc.RpcError as error:
             raise UnavailableError(f"the fake node does not answer: {error}") from error
         call.cancel()
     return statistics.median(times)
+
+
+def _has_ended(update: object) -> bool:
+    """Tells whether what was read has the last token of the only request. Raises UnavailableError when the stream has
+    ended instead."""
+    if not isinstance(update, decode_node_pb2.DecodeUpdate):
+        raise UnavailableError("the fake node has ended its stream")
+    return any(event.tokens.finish_reason for event in update.events)
 
 
 def router_arguments(options: argparse.Namespace, node: str) -> list[str]:

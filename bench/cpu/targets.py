@@ -219,7 +219,7 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
         ),
     ),
     Part(
-        "router-1000-streams",
+        "thousand-streams",
         "router_throughput",
         ("demo/model", "--concurrency", "1000", "--requests", "1000", "--step-ms", "100"),
         (
