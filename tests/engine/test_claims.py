@@ -34,11 +34,11 @@ def test_the_next_two_blocks_of_every_output_are_no_room_for_others(n: int) -> N
     """Else a request would begin that another output soon preempts. Its first token may still be to come."""
     harness = Harness(num_blocks=20)
     harness.engine.add(request("decoding", prompt_of(9), 40, n=n))
-    harness.engine.add(request("arriving", prompt_of(9, 1), 40, role=KVRole.CONSUME))
+    harness.engine.add(request("arriving", prompt_of(9, 1), 40, role=KVRole.CONSUME, n=n))
     harness.step()
     harness.step()
     assert harness.engine.load().num_free_blocks == 20 - (1 + n) - 2
-    num_left = 20 - (1 + n) - 2 * n - 2 - 2  # for a prompt that begins
+    num_left = 20 - (1 + n) - 2 * n - 2 - 2 * n  # for a prompt that begins
     harness.engine.add(request("beginning", prompt_of(8 * num_left - 1, 2), 1))
     harness.step()
     assert harness.engine.load().num_requests_waiting == 0
