@@ -7,6 +7,7 @@ from typing import cast
 import grpc
 
 from decode_node.router_stream import RouterStream
+from decode_node.service import DecodeService
 from kvrelay.core.errors import ContextLengthError, NotFiniteError, NotTakenError
 from kvrelay.core.generation.outputs import FinishReason, TokenLogprobs, TokenOutput
 from kvrelay.core.rpc.connections import serve_insecure, server_options
@@ -15,7 +16,8 @@ from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
 from router.nodes.kv_index import KVIndex
 from router.nodes.registry import Registry
-from tests.node.router_end import failure
+from tests.node.fake_node import StepwiseRunner, make_node, serving
+from tests.node.router_end import Router, admit, failure
 
 
 async def events_of(stream: RouterStream) -> list[pb.DecodeEvent]:
@@ -115,6 +117,26 @@ async def test_first_tokens_overtake_those_of_requests_that_have_streamed() -> N
     streamed = [event.request_id for event in (*overtaken.events, *rest) if event.request_id != "new"]
     assert streamed == [str(number) for number in range(300)]
     assert "new" not in stream.request_ids
+
+
+async def test_a_failure_does_not_overtake_tokens_of_its_request() -> None:
+    runner = StepwiseRunner()
+    async with serving(DecodeService, node := make_node(runner)) as service:
+        router = Router(service)
+        runner.steps.release(2)  # the prompt of 20 tokens takes two steps
+        router.send(admit("a", local_prefill=True))
+        while not (await router.event()).HasField("tokens"):
+            pass
+        service._send_output("a", TokenOutput(0, (7,)))
+        service._give_up("a", NotTakenError("not now"))
+        tokens: list[int] = []
+        while (event := await router.event()).HasField("tokens"):
+            tokens += event.tokens.token_ids
+        assert tokens == [7]
+        assert isinstance(failure(event), NotTakenError)
+        runner.steps.release(10)
+        await router.close()
+        await node.check_idle()
 
 
 async def test_a_message_has_no_more_than_so_many_events() -> None:
