@@ -2,7 +2,7 @@
 
 It is a process (`python -m bench.fake_decode_node --vocab-size N`) that prints its address and ends with its standard
 input. The first token of a request comes at once; then every step sends a token for each request, as an engine's would:
-in one message, with those of earlier steps for which the router had no time yet.
+in one message or a few, with those of earlier steps for which the router had no time yet.
 """
 
 import asyncio

@@ -118,7 +118,8 @@ class RouterStream:
         return self._streaming if self._has_streamed.get(request_id) else self._beginning
 
     def _take_beginning(self) -> Iterator[pb.DecodeUpdate]:
-        while self._beginning.update.events:
+        """Takes what waits of the beginnings, not what comes while it is sent: other tokens are next."""
+        if self._beginning.update.events:
             taken, self._beginning = self._beginning, _Lane()
             for event in taken.update.events:
                 if event.HasField("tokens") and event.request_id in self._has_streamed:

@@ -10,7 +10,7 @@
    no more will come. After a damaged block from a node nothing is reported: what is missing is computed here.
 4. `Start` brings the first tokens. When every block is here, or no more will come, the engine continues from them
    (`kv_ready`) and computes the blocks that did not arrive.
-5. An engine step sends each router at most one message, with all its new tokens; those of steps shorter than
+5. An engine step sends each router its new tokens, in one message or a few; those of steps shorter than
    `--stream-interval` travel together. This goes on until every output has a finish reason.
    `Finish` ends one of them earlier, because the client needs no more of it.
 6. `Abort`, or the end of the router's stream, ends a request at any point and frees everything that it held. So does

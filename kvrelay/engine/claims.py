@@ -27,11 +27,18 @@ class Claims:
     def add(self, sequence: Sequence) -> None:
         """Counts a sequence that computes or whose KV arrives."""
         self.num_places += sequence.width
-        size, most = sequence.block_size, sequence.max_num_tokens - 1  # the KV of the last token is never needed
-        num_blocks = num_blocks_for(min(sequence.num_expected_tokens, most), size)
-        self.num_blocks += max(0, num_blocks - len(sequence.block_table))
-        if sequence.request.role is not KVRole.PRODUCE:
-            self.num_blocks += sequence.width * min(_NUM_BLOCKS_AHEAD, num_blocks_for(most, size) - num_blocks)
+        num_tokens = min(sequence.num_expected_tokens, sequence.max_num_tokens - 1)
+        num_lacking = num_blocks_for(num_tokens, sequence.block_size) - len(sequence.block_table)
+        self.num_blocks += max(0, num_lacking) + num_blocks_ahead(sequence)
+
+
+def num_blocks_ahead(sequence: Sequence) -> int:
+    """Returns how many of the claimed blocks are those of a sequence's outputs after its known tokens."""
+    if sequence.request.role is KVRole.PRODUCE:
+        return 0
+    size, most = sequence.block_size, sequence.max_num_tokens - 1  # the KV of the last token is never needed
+    num_later = num_blocks_for(most, size) - num_blocks_for(min(sequence.num_expected_tokens, most), size)
+    return sequence.width * min(_NUM_BLOCKS_AHEAD, num_later)
 
 
 def count_claims(admitted: Iterable[Sequence]) -> Claims:

@@ -19,7 +19,7 @@ from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.block_shortage import BlockShortage, find_shortage
-from kvrelay.engine.claims import Claims, count_claims
+from kvrelay.engine.claims import Claims, count_claims, num_blocks_ahead
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.plan_entry import plan_entry
@@ -107,7 +107,7 @@ class Scheduler:
             if lacking is not None and lacking.order < sequence.order:
                 break
             first = self.waiting.peek() if self.waiting and not self._reserves_first() else None
-            has_place = self._has_place_for(sequence, claims, beside=first)
+            has_place = self._has_place_for(sequence, claims.num_places, beside=first)
             if not has_place or not self._take_given_blocks(sequence, claims, beside=first):
                 sequence.lacks_room = True
                 break
@@ -126,7 +126,7 @@ class Scheduler:
         first = min(heads, key=lambda sequence: sequence.order, default=None)
         if first is None or not first.lacks_room:
             return 0
-        return first.arrival if self._has_place_for(first, self._claims()) else 0
+        return first.arrival if self._has_place_for(first, self._num_places()) else 0
 
     def received(self, sequence: Sequence) -> None:
         """Moves a receiving sequence to the running ones: no more KV will arrive, and it computes what is missing."""
@@ -219,7 +219,7 @@ class Scheduler:
             return 0
         num_prompts = sum(num_missing > 1 and may_delay(item) for item, num_missing in going_on)
         if self.waiting and not self.waiting.peek().lacks_room:
-            num_places = self.config.max_num_seqs - self._claims().num_places
+            num_places = self.config.max_num_seqs - self._num_places()
             num_prompts += sum(map(may_delay, islice(waiting, max(0, num_places))))
         return max(0, num_prompts - 1)
 
@@ -257,9 +257,15 @@ class Scheduler:
     def _claims(self) -> Claims:
         return count_claims(chain(self.running, self.receiving))
 
+    def _num_places(self) -> int:
+        """Counts the places that `_claims` has, without the blocks: these take longer."""
+        return sum(sequence.width for sequence in chain(self.running, self.receiving))
+
     def _has_room_for(self, sequence: Sequence, claims: Claims) -> bool:
         """Tells whether a waiting sequence could begin."""
-        return self._has_place_for(sequence, claims) and self._has_blocks_for(sequence, num_kept=claims.num_blocks)
+        return self._has_place_for(sequence, claims.num_places) and self._has_blocks_for(
+            sequence, num_kept=claims.num_blocks
+        )
 
     def _begin(self, sequence: Sequence, budget: int, copies: list[tuple[int, int]]) -> int:
         """Gives a waiting sequence, for which there is room, the blocks for its first tokens. Returns how many tokens
@@ -279,9 +285,9 @@ class Scheduler:
         self._shortage = find_shortage(sequence, self._pool, num_kept=num_kept)
         return self._shortage is None
 
-    def _has_place_for(self, sequence: Sequence, claims: Claims, *, beside: Sequence | None = None) -> bool:
+    def _has_place_for(self, sequence: Sequence, num_places: int, *, beside: Sequence | None = None) -> bool:
         kept = 0 if beside is None else beside.width
-        return claims.num_places + kept + sequence.width <= self.config.max_num_seqs
+        return num_places + kept + sequence.width <= self.config.max_num_seqs
 
     def _grow_or_preempt(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> bool:
         """Makes room for `count` more tokens, preempting running sequences from the last one on if necessary. Returns
@@ -349,9 +355,10 @@ class Scheduler:
 
     def _take_given_blocks(self, sequence: Sequence, claims: Claims, *, beside: Sequence | None) -> bool:
         """Takes blocks for all given tokens. Returns False, holding none, if the pool has too few, or would then have
-        too few for a queued sequence `beside` it, or for the later chunks of running prompts, which would be
-        preempted."""
-        kept = 0 if beside is None else num_blocks_for(beside.num_tokens, self.config.block_size)
+        too few for what is claimed, or for a queued sequence `beside` it on top of what it claims itself."""
+        kept = 0
+        if beside is not None:
+            kept = num_blocks_for(beside.num_tokens, self.config.block_size) + num_blocks_ahead(sequence)
         if not self._has_blocks_for(sequence, num_kept=claims.num_blocks + kept):
             return False
         self._take_cached_blocks(sequence)

@@ -215,7 +215,7 @@ global___Finish = Finish
 
 @typing.final
 class DecodeUpdate(google.protobuf.message.Message):
-    """Events of this router's requests: at most one message per engine step; those of steps shorter than --stream-interval travel together."""
+    """Events of this router's requests. A request's own are in order; up to its first tokens they may overtake those of others."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

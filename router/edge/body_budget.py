@@ -18,7 +18,7 @@ SMALL_BYTES = 64 * 1024
 # milliseconds each.
 QUICK_BYTES = 16 * 1024
 # If all clients that were refused come back together, streams go on between a few of them and the next.
-_QUICK_BODIES_PER_TURN = 16
+_SMALL_BODIES_PER_TURN = 16
 
 
 class BodyBudget:
@@ -28,7 +28,7 @@ class BodyBudget:
         self._num_left = max_bytes  # less than none if the first body has taken more
         self._shares: dict[BodyShare, None] = {}  # of bodies that are not small, in the order in which they became so
         self.large_bodies = OneAtATime()
-        self.quick_bodies = AFewPerTurn(_QUICK_BODIES_PER_TURN)
+        self.small_bodies = AFewPerTurn(_SMALL_BODIES_PER_TURN)
 
     def share(self) -> "BodyShare":
         """Returns the share of a body that begins to arrive, as a context that gives it back."""
@@ -93,10 +93,9 @@ class BodyShare:
 
     async def whole(self) -> None:
         """Lets others have their turn before the work on the body begins, if it is long or others were read with it."""
-        if self._length > QUICK_BYTES:
-            await self.turn()
-        else:
-            await self._budget.quick_bodies.turn()
+        await self.turn()
+        if not self._num_bytes:
+            await self._budget.small_bodies.turn()
 
     async def turn(self) -> None:
         """Lets others have their turn before the next part of the work on the body. Returns at once if it is quick."""

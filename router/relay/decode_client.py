@@ -40,6 +40,7 @@ _logger = logging.getLogger(__name__)
 # long, more events are handled at a time, so that streams go on at this rate when very many requests are refused.
 _EVENTS_PER_TURN = 16
 _EVENTS_PER_SECOND = 5_000
+_MOST_EVENTS_PER_TURN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ class _Stream:
                     if left == 0:
                         began = time.monotonic()
                         await asyncio.sleep(0)
-                        left = max(_EVENTS_PER_TURN, round((time.monotonic() - began) * _EVENTS_PER_SECOND))
+                        due = round((time.monotonic() - began) * _EVENTS_PER_SECOND)
+                        left = min(max(_EVENTS_PER_TURN, due), _MOST_EVENTS_PER_TURN)
         except grpc.aio.AioRpcError as failure:
             error = UnavailableError(f"lost decode node {self._address}: {error_from_rpc(failure)}")
         except UnavailableError as failure:

@@ -1,4 +1,4 @@
-"""One message to a router has one event per output, and a request's events in the order in which they were sent."""
+"""What waits for a router has one event per output, and a request's events leave in their order."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -117,6 +117,23 @@ async def test_first_tokens_overtake_those_of_requests_that_have_streamed() -> N
     streamed = [event.request_id for event in (*overtaken.events, *rest) if event.request_id != "new"]
     assert streamed == [str(number) for number in range(300)]
     assert "new" not in stream.request_ids
+
+
+async def test_first_tokens_that_keep_coming_do_not_hold_back_other_tokens() -> None:
+    """Each of these requests ends with its first token."""
+    stream = RouterStream()
+    stream.begin("old")
+    stream.send_output("old", TokenOutput(0, (5,)))
+    updates = aiter(stream.updates())
+    await anext(updates)
+    messages: list[list[str]] = []
+    for number in range(100):
+        stream.begin(str(number))
+        stream.send_output(str(number), TokenOutput(0, (5,)))
+        stream.end(str(number))
+        stream.send_output("old", TokenOutput(0, (6,)))
+        messages.append([event.request_id for event in (await anext(updates)).events])
+    assert messages.count(["old"]) >= 30
 
 
 async def test_a_failure_does_not_overtake_tokens_of_its_request() -> None:

@@ -118,13 +118,14 @@ async def test_large_bodies_are_parsed_in_different_turns_of_the_event_loop() ->
     assert len(set(parsed_in)) == 4
 
 
-async def test_of_small_bodies_that_come_together_a_few_are_parsed_in_a_turn_of_the_event_loop() -> None:
+@pytest.mark.parametrize("num_bytes", [2, SMALL_BYTES])
+async def test_of_small_bodies_that_come_together_a_few_are_parsed_in_a_turn_of_the_event_loop(num_bytes: int) -> None:
     """Else streams would stand still while all clients that were refused come back."""
     budget = BodyBudget(8 * MIB)
     parsed_in: list[int] = []
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": b"{}", "more_body": False}
+        return {"type": "http.request", "body": bytes(num_bytes), "more_body": False}
 
     async with counting_turns() as num_turns:
 

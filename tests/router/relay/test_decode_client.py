@@ -159,4 +159,4 @@ async def test_others_have_their_turn_between_the_events_of_a_message() -> None:
 async def test_the_longer_others_take_the_more_events_have_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else streams would stand still while very many requests are refused."""
     monkeypatch.setattr(decode_client, "_EVENTS_PER_SECOND", 1e12)
-    assert await _turns_of_a_burst() <= 3
+    assert await _turns_of_a_burst() <= 20, "of 128 events, all but the first"
