@@ -58,22 +58,6 @@ def test_a_prompt_for_which_leases_leave_too_few_blocks_does_not_begin() -> None
     harness.engine.check_idle()
 
 
-def test_a_later_reservation_claims_nothing_that_an_earlier_prompt_needs() -> None:
-    """Which waits for a step alone. Its KV never arrives here, and it would keep its next blocks for ever."""
-    harness = Harness(num_blocks=22, max_num_batched_tokens=8)
-    harness.engine.add(request("under way", prompt_of(116), 50))
-    harness.step()
-    harness.engine.add(request("first", prompt_of(24, 1), 1))
-    harness.engine.add(request("later", prompt_of(16, 2), 100, role=KVRole.CONSUME))
-    while ("first", 0) not in harness.finished:
-        assert harness.step()
-        assert ("under way", 0) not in harness.finished
-    harness.engine.abort("later")
-    harness.engine.unpin([block.block_id for block in harness.reservation("later").missing])
-    harness.run()
-    harness.engine.check_idle()
-
-
 def test_a_prompt_that_waits_for_a_step_alone_keeps_its_room() -> None:
     """Else requests whose KV arrives, which reserve before steps are planned, could overtake it for ever."""
     harness = Harness(num_blocks=75, publish=True, max_num_batched_tokens=64)
