@@ -8,7 +8,8 @@
    `--step-ms` sets what the node offers.
 2. Time to first token of one prompt at a time, through the router and directly at the node over its own protocol. The
    difference is what the router adds: to token ids, and over HTTP also to a text, which it tokenises.
-3. The same time over HTTP while the router streams as much as in 1.
+3. The same time over HTTP while the router streams as much as in 1. The prompts come at random times, since those sent
+   one after the other would fall into the gaps between the steps of the streams.
 """
 
 import argparse
@@ -34,12 +35,13 @@ from bench.open_streams import MODEL
 from bench.proc_stat import processor_seconds
 from bench.python_speed import python_speed
 from bench.whole_run import whole_run
-from kvrelay.bench.settings import LatencyBenchSettings, ThroughputBenchSettings
+from kvrelay.bench.settings import LatencyBenchSettings, ServeBenchSettings, ThroughputBenchSettings
 from kvrelay.core.errors import KVRelayError, UnavailableError
 from kvrelay.core.rpc.connections import SMALL_WINDOW, channel_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 
 WRK_SECONDS = 10
+RATE_BESIDE_STREAMS = 10.0  # prompts per second, beside streams
 NODE_SECONDS = 60.0  # that the fake node may take for all of its answers
 WRK_SCRIPT = """
 wrk.method = "POST"
@@ -119,16 +121,33 @@ def ttft(url: str, options: argparse.Namespace, seed: int, prompt_format: Litera
     return result.summary.ttft.p50
 
 
-def ttft_beside_streams(url: str, options: argparse.Namespace) -> Figure:
+def ttft_beside_streams(url: str, options: argparse.Namespace) -> list[Figure]:
     """Prints and returns the time to first token while the router streams all that it can."""
     arguments = ["-m", "bench.open_streams", url, "--streams", str(options.concurrency)]
     with child("the process with the streams", arguments) as streams:
         streams.read_line()
-        beside = statistics.median(ttft(url, options, seed, "token_ids") for seed in range(options.rounds))
+        result = whole_run(
+            ServeBenchSettings(
+                url=url,
+                requests=options.ttft_requests * options.rounds,
+                request_rate=RATE_BESIDE_STREAMS,
+                input_len="1000",
+                output_len="2",
+                tokenizer=options.model,
+                progress="off",
+            )
+        )
+    beside = result.summary.ttft
+    assert beside is not None
     print(
-        f"http, prompt of 1,000 tokens beside {options.concurrency} streams: TTFT p50 {beside * 1e3:.1f} ms", flush=True
+        f"http, prompt of 1,000 tokens beside {options.concurrency} streams: TTFT p50 {beside.p50 * 1e3:.1f} ms, "
+        f"p99 {beside.p99 * 1e3:.1f} ms",
+        flush=True,
     )
-    return Figure("http: TTFT beside streams", beside * 1e3, "ms")
+    return [
+        Figure("http: TTFT beside streams", beside.p50 * 1e3, "ms"),
+        Figure("http: TTFT p99 beside streams", beside.p99 * 1e3, "ms"),
+    ]
 
 
 def added_ttft(
@@ -210,7 +229,7 @@ def measure_router(options: argparse.Namespace, vocab_size: int) -> list[Figure]
                 figures.append(throughput_by_wrk(urls[0], options))
             figures += [added_ttft(url, node, options) for url in urls]
             figures.append(added_ttft(urls[0], node, options, "text"))
-            return [*figures, ttft_beside_streams(urls[0], options)]
+            return [*figures, *ttft_beside_streams(urls[0], options)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

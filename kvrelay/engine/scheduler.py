@@ -19,7 +19,7 @@ from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.block_shortage import BlockShortage, find_shortage
-from kvrelay.engine.claims import Claims, count_claims, num_blocks_ahead
+from kvrelay.engine.claims import Claims, num_blocks_ahead
 from kvrelay.engine.in_flight import StepsInFlight
 from kvrelay.engine.plan import SchedulerOutput
 from kvrelay.engine.plan_entry import plan_entry
@@ -126,7 +126,7 @@ class Scheduler:
         first = min(heads, key=lambda sequence: sequence.order, default=None)
         if first is None or not first.lacks_room:
             return 0
-        return first.arrival if self._has_place_for(first, self._num_places()) else 0
+        return first.arrival if self._has_place_for(first, self._claims().num_places) else 0
 
     def received(self, sequence: Sequence) -> None:
         """Moves a receiving sequence to the running ones: no more KV will arrive, and it computes what is missing."""
@@ -219,14 +219,15 @@ class Scheduler:
             return 0
         num_prompts = sum(num_missing > 1 and may_delay(item) for item, num_missing in going_on)
         if self.waiting and not self.waiting.peek().lacks_room:
-            num_places = self.config.max_num_seqs - self._num_places()
+            num_places = self.config.max_num_seqs - self._claims().num_places
             num_prompts += sum(map(may_delay, islice(waiting, max(0, num_places))))
         return max(0, num_prompts - 1)
 
     def _schedule_waiting(self, budget: int, chosen: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> None:
         """Schedules waiting sequences, in order, until there is no room or no budget. One that is still to reserve its
-        blocks lacks room, and gets it before any that comes after it."""
-        if not self.waiting:
+        blocks gets room before any that comes after it. The first one lacked room a moment ago or was preempted since
+        if it `lacks_room`."""
+        if not self.waiting or self.waiting.peek().lacks_room:
             return
         claims = self._claims()
         while self.waiting and budget > 0:
@@ -255,11 +256,7 @@ class Scheduler:
         return bool(self.reserving) and self.reserving.peek().order < self.waiting.peek().order
 
     def _claims(self) -> Claims:
-        return count_claims(chain(self.running, self.receiving))
-
-    def _num_places(self) -> int:
-        """Counts the places that `_claims` has, without the blocks: these take longer."""
-        return sum(sequence.width for sequence in chain(self.running, self.receiving))
+        return Claims(chain(self.running, self.receiving))
 
     def _has_room_for(self, sequence: Sequence, claims: Claims) -> bool:
         """Tells whether a waiting sequence could begin."""

@@ -12,6 +12,7 @@ from enum import Enum
 from kvrelay.core.generation.outputs import FinishReason
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.block_hash import BlockHash, block_hashes, next_block_hash
+from kvrelay.core.kv.layout import num_blocks_for
 from kvrelay.core.kv.named_block import NamedBlock
 from kvrelay.engine.request import EngineRequest, KVRole
 from kvrelay.engine.sampling.fixed_edits import FixedEdits, fixed_edits
@@ -33,7 +34,8 @@ class Sequence:
     `token_ids` holds the prompt, output tokens that were sampled elsewhere before the request came here, and new output
     tokens. The first two are the given tokens: `num_prompt_tokens` in the prompt, `num_given_tokens` in both. After
     `token_ids` come `num_unknown_tokens` tokens that launched steps sample; the last of them is in row `sampled_row` of
-    the newest such step. The output ends at `max_num_tokens` at the latest."""
+    the newest such step. The output ends at `max_num_tokens` at the latest, with the KV of all but its last token in
+    `max_num_blocks` blocks."""
 
     __slots__ = (
         "_block_hashes",
@@ -46,6 +48,7 @@ class Sequence:
         "first_tokens",
         "index",
         "lacks_room",
+        "max_num_blocks",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -87,6 +90,7 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_given_tokens = len(given_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
+        self.max_num_blocks = num_blocks_for(self.max_num_tokens - 1, block_size)
         self.num_computed_tokens = 0
         self.num_launched_tokens = 0
         self.num_unknown_tokens = 0
