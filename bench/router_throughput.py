@@ -1,4 +1,4 @@
-"""The router alone: a real router process over a decode node that returns tokens at once (bench/fake_decode_node.py).
+"""The router alone: a real router process over nodes that return tokens at once (bench/fake_node.py).
 
     python -m bench.router_throughput demo/model [--wrk] [--profile router.prof]
 
@@ -10,6 +10,8 @@
    difference is what the router adds: to token ids, and over HTTP also to a text, which it tokenises.
 3. The same time over HTTP while the router streams as much as in 1. The prompts come at random times, since those sent
    one after the other would fall into the gaps between the steps of the streams.
+4. What a request of a prompt and two tokens costs the router over HTTP, without and with a prefill node, and what the
+   router adds to TTFT with one.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from kvrelay.core.rpc.connections import SMALL_WINDOW, channel_options
 from kvrelay.v1 import common_pb2, decode_node_pb2, decode_node_pb2_grpc
 
 WRK_SECONDS = 10
+PROMPTS_AT_A_TIME = 8
 RATE_BESIDE_STREAMS = 10.0  # prompts per second, beside streams
 NODE_SECONDS = 60.0  # that the fake node may take for all of its answers
 WRK_SCRIPT = """
@@ -79,6 +82,33 @@ def throughput(url: str, router: int, options: argparse.Namespace) -> list[Figur
         Figure(f"{protocol}: streamed", summary.output_tokens_per_second, "tokens/s"),
         Figure(f"{protocol}: tokens in a piece", result.tokens_per_piece),
         Figure(f"{protocol}: processor time of a token", per_token * 1e6, "us"),
+    ]
+
+
+def request_cost(url: str, name: str, router: int, options: argparse.Namespace) -> list[Figure]:
+    """Prints and returns how many prompts of 1,000 tokens the router handles, whose outputs have two."""
+    before = processor_seconds(router)
+    result = whole_run(
+        ThroughputBenchSettings(
+            url=url,
+            requests=options.requests,
+            concurrency=PROMPTS_AT_A_TIME,
+            input_len="1000",
+            output_len="2",
+            tokenizer=options.model,
+            progress="off",
+        )
+    )
+    per_second = result.summary.output_tokens_per_second / 2
+    per_request = (processor_seconds(router) - before) / options.requests
+    print(
+        f"{name}, prompts of 1,000 tokens, {PROMPTS_AT_A_TIME} at a time: {per_second:5.0f} requests/s; of a core, the "
+        f"router took {per_request * 1e3:.2f} ms for each",
+        flush=True,
+    )
+    return [
+        Figure(f"{name}: requests", per_second, "requests/s"),
+        Figure(f"{name}: processor time of a request", per_request * 1e3, "ms"),
     ]
 
 
@@ -151,10 +181,14 @@ def ttft_beside_streams(url: str, options: argparse.Namespace) -> list[Figure]:
 
 
 def added_ttft(
-    url: str, node: str, options: argparse.Namespace, prompt_format: Literal["token_ids", "text"] = "token_ids"
+    url: str,
+    name: str,
+    node: str,
+    options: argparse.Namespace,
+    prompt_format: Literal["token_ids", "text"] = "token_ids",
 ) -> Figure:
-    """Prints the time to first token at `url` and, with token ids, at the node itself, measured in turn. Returns the
-    difference."""
+    """Prints the time to first token at `url` and, with token ids, at a decode node itself, measured in turn. Returns
+    the difference."""
 
     pairs = [
         (ttft(url, options, seed, prompt_format), asyncio.run(node_ttft(node, options.ttft_requests)))
@@ -162,13 +196,12 @@ def added_ttft(
     ]
     added = statistics.median(routed - straight for routed, straight in pairs)
     routed, straight = (statistics.median(values) for values in zip(*pairs, strict=True))
-    protocol = url.partition(":")[0] + (", text" if prompt_format == "text" else "")
     print(
-        f"{protocol}, prompt of 1,000 tokens: TTFT p50 {routed * 1e3:.2f} ms, directly at the node "
+        f"{name}, prompt of 1,000 tokens: TTFT p50 {routed * 1e3:.2f} ms, directly at the node "
         f"{straight * 1e3:.2f} ms: the router adds {added * 1e3:.2f} ms",
         flush=True,
     )
-    return Figure(f"{protocol}: added to TTFT", added * 1e3, "ms")
+    return Figure(f"{name}: added to TTFT", added * 1e3, "ms")
 
 
 async def node_ttft(address: str, requests: int) -> float:
@@ -207,29 +240,40 @@ def _has_ended(update: object) -> bool:
     return any(event.tokens.finish_reason for event in update.events)
 
 
-def router_arguments(options: argparse.Namespace, node: str) -> list[str]:
+def router_arguments(options: argparse.Namespace, *nodes: str) -> list[str]:
     profiled = ["-m", "cProfile", "-o", str(options.profile)] if options.profile else []
     flags = ["--port", "0", "--grpc-port", "0", "--served-model-name", MODEL, "--log-level", "warning", "--supervised"]
-    return [*profiled, "-m", "router", options.model, "--decode-nodes", node, *flags]
+    return [*profiled, "-m", "router", options.model, *nodes, *flags]
+
+
+def node_arguments(role: str, options: argparse.Namespace, vocab_size: int) -> list[str]:
+    arguments = ["-m", "bench.fake_node", "--role", role, "--vocab-size", str(vocab_size)]
+    return [*arguments, "--step-ms", str(options.step_ms)]
 
 
 def measure_router(options: argparse.Namespace, vocab_size: int) -> list[Figure]:
     """Raises KVRelayError when the node or the router does not start, or a request fails; KeyboardInterrupt
     after Ctrl-C."""
-    node_arguments = ["-m", "bench.fake_decode_node", "--vocab-size", str(vocab_size)]
-    with child("the fake node", [*node_arguments, "--step-ms", str(options.step_ms)]) as fake_node:
-        node = fake_node.read_line()
-        with child("the router", router_arguments(options, node)) as router:
+    with child("the fake decode node", node_arguments("decode", options, vocab_size)) as fake_decode:
+        decode = fake_decode.read_line()
+        with child("the router", router_arguments(options, "--decode-nodes", decode)) as router:
             ready = json.loads(router.read_line())
             figures: list[Figure] = []
-            urls = [f"http://{ready['http_address']}", f"grpc://{ready['grpc_address']}"]
-            for url in urls:
+            urls = {"http": f"http://{ready['http_address']}", "grpc": f"grpc://{ready['grpc_address']}"}
+            for url in urls.values():
                 figures += throughput(url, router.process.pid, options)
             if options.wrk:
-                figures.append(throughput_by_wrk(urls[0], options))
-            figures += [added_ttft(url, node, options) for url in urls]
-            figures.append(added_ttft(urls[0], node, options, "text"))
-            return [*figures, *ttft_beside_streams(urls[0], options)]
+                figures.append(throughput_by_wrk(urls["http"], options))
+            figures += [added_ttft(url, protocol, decode, options) for protocol, url in urls.items()]
+            figures.append(added_ttft(urls["http"], "http, text", decode, options, "text"))
+            figures += ttft_beside_streams(urls["http"], options)
+            figures += request_cost(urls["http"], "http", router.process.pid, options)
+        with child("the fake prefill node", node_arguments("prefill", options, vocab_size)) as fake_prefill:
+            nodes = ["--decode-nodes", decode, "--prefill-nodes", fake_prefill.read_line()]
+            with child("the router", router_arguments(options, *nodes, "--local-prefill-max-tokens", "0")) as router:
+                url = f"http://{json.loads(router.read_line())['http_address']}"
+                figures.append(added_ttft(url, "http, prefill node", decode, options))
+                return [*figures, *request_cost(url, "http, prefill node", router.process.pid, options)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

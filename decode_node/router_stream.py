@@ -19,13 +19,10 @@ from kvrelay.core.node_report import FetchReport
 from kvrelay.core.rpc.errors import rich_status
 from kvrelay.core.rpc.wire import fetch_report_to_wire, fill_output, prompt_logprobs_to_wire
 from kvrelay.engine.step_result import PromptOutput
+from kvrelay.node.message_parts import parts
 from kvrelay.v1 import common_pb2
 from kvrelay.v1 import decode_node_pb2 as pb
 
-# A router that is slow for a while must not get one message that gRPC refuses (`MAX_MESSAGE_BYTES`), nor one that keeps
-# its loop for long. Nor can anything overtake the events of a message.
-_MESSAGE_BYTES = 4 * 1024 * 1024
-_MESSAGE_EVENTS = 128
 _EVENT_TOKENS = 1024  # with 20 log-probabilities each about 160 KiB
 
 
@@ -107,7 +104,7 @@ class RouterStream:
             for first in self._take_beginning():
                 yield first
             taken, self._streaming = self._streaming, _Lane()
-            for part in _parts(taken.update):
+            for part in parts(taken.update):
                 for first in self._take_beginning():
                     yield first
                 yield part
@@ -124,22 +121,4 @@ class RouterStream:
             for event in taken.update.events:
                 if event.HasField("tokens") and event.request_id in self._has_streamed:
                     self._has_streamed[event.request_id] = True
-            yield from _parts(taken.update)
-
-
-def _parts(update: pb.DecodeUpdate) -> Iterator[pb.DecodeUpdate]:
-    """Splits a message between events, so that no part has more than `_MESSAGE_EVENTS` or, but for one of a single
-    event, is larger than `_MESSAGE_BYTES`."""
-    if 0 < len(update.events) <= _MESSAGE_EVENTS and update.ByteSize() <= _MESSAGE_BYTES:
-        yield update
-        return
-    part, num_bytes = pb.DecodeUpdate(), 0
-    for event in update.events:
-        size = event.ByteSize()
-        if part.events and (num_bytes + size > _MESSAGE_BYTES or len(part.events) == _MESSAGE_EVENTS):
-            yield part
-            part, num_bytes = pb.DecodeUpdate(), 0
-        part.events.append(event)
-        num_bytes += size
-    if part.events:
-        yield part
+            yield from parts(taken.update)

@@ -217,6 +217,9 @@ MEASUREMENTS: tuple[Comparison | Part, ...] = (
             Target("http, text: added to TTFT"),
             Target("http: TTFT beside streams"),
             Target("http: TTFT p99 beside streams"),
+            Target("http: processor time of a request"),
+            Target("http, prefill node: added to TTFT"),
+            Target("http, prefill node: processor time of a request"),
         ),
     ),
     Part(

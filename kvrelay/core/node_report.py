@@ -13,7 +13,7 @@ from kvrelay.core.kv.source import KVSource
 
 # Raised by every change after which a router and a node of before and after it would misunderstand each other. It is 0
 # for nodes that did not say it yet.
-PROTOCOL = 4
+PROTOCOL = 5
 
 STORE = ""  # in the place of a node's id: blocks came from the store that all nodes share
 

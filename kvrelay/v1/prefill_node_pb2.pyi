@@ -14,7 +14,34 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class PrefillCommand(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    @property
+    def prefill(self) -> global___PrefillRequest: ...
+    @property
+    def release(self) -> global___Release: ...
+    def __init__(
+        self,
+        *,
+        prefill: global___PrefillRequest | None = ...,
+        release: global___Release | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["command", b"command", "prefill", b"prefill", "release", b"release"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["command", b"command", "prefill", b"prefill", "release", b"release"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["prefill", "release"] | None: ...
+
+global___PrefillCommand = PrefillCommand
+
+@typing.final
 class PrefillRequest(google.protobuf.message.Message):
+    """Computes the prompt's KV. The answers are the lease, then published blocks and the first tokens as they become available, and `ended`
+    when all blocks are published; those that cannot be, and all behind them, are not reported. `finished` does not wait for publication: it
+    may come before the last `progress`.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
@@ -72,44 +99,92 @@ class PrefillRequest(google.protobuf.message.Message):
 global___PrefillRequest = PrefillRequest
 
 @typing.final
+class Release(google.protobuf.message.Message):
+    """The router needs nothing of the request any more: its lease ends, and the prefill if it is not finished. Idempotent and valid in every
+    state, for requests of other streams and unknown ones as well.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+global___Release = Release
+
+@typing.final
+class PrefillUpdate(google.protobuf.message.Message):
+    """Events of this router's requests, each request's in order."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PrefillEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[global___PrefillEvent] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events"]) -> None: ...
+
+global___PrefillUpdate = PrefillUpdate
+
+@typing.final
 class PrefillEvent(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
     @property
     def accepted(self) -> global___PrefillAccepted: ...
     @property
     def progress(self) -> global___PrefillProgress: ...
     @property
     def finished(self) -> global___PrefillFinished: ...
+    @property
+    def ended(self) -> global___PrefillEnded:
+        """terminal for the request"""
+
+    @property
+    def failed(self) -> global___PrefillFailed:
+        """terminal for the request, which then has no lease, unless `finished` came before it"""
+
     def __init__(
         self,
         *,
+        request_id: builtins.str = ...,
         accepted: global___PrefillAccepted | None = ...,
         progress: global___PrefillProgress | None = ...,
         finished: global___PrefillFinished | None = ...,
+        ended: global___PrefillEnded | None = ...,
+        failed: global___PrefillFailed | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "progress", b"progress"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "progress", "finished"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "ended", b"ended", "event", b"event", "failed", b"failed", "finished", b"finished", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "ended", b"ended", "event", b"event", "failed", b"failed", "finished", b"finished", "progress", b"progress", "request_id", b"request_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "progress", "finished", "ended", "failed"] | None: ...
 
 global___PrefillEvent = PrefillEvent
 
 @typing.final
 class PrefillAccepted(google.protobuf.message.Message):
+    """The request's lease, which has its id, has begun."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LEASE_ID_FIELD_NUMBER: builtins.int
-    lease_id: builtins.str
-    """the request's id, so that a router that cancels before it has this message can still release the lease"""
     def __init__(
         self,
-        *,
-        lease_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id"]) -> None: ...
 
 global___PrefillAccepted = PrefillAccepted
 
@@ -164,6 +239,34 @@ class PrefillFinished(google.protobuf.message.Message):
 global___PrefillFinished = PrefillFinished
 
 @typing.final
+class PrefillEnded(google.protobuf.message.Message):
+    """All blocks are published that could be."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___PrefillEnded = PrefillEnded
+
+@typing.final
+class PrefillFailed(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: builtins.int
+    status: builtins.bytes
+    """google.rpc.Status, as a call that fails has it in `grpc-status-details-bin`"""
+    def __init__(
+        self,
+        *,
+        status: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
+
+global___PrefillFailed = PrefillFailed
+
+@typing.final
 class RenewLeasesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -197,29 +300,3 @@ class RenewLeasesResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["unknown_lease_ids", b"unknown_lease_ids"]) -> None: ...
 
 global___RenewLeasesResponse = RenewLeasesResponse
-
-@typing.final
-class ReleaseLeasesRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LEASE_IDS_FIELD_NUMBER: builtins.int
-    @property
-    def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
-    def __init__(
-        self,
-        *,
-        lease_ids: collections.abc.Iterable[builtins.str] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids"]) -> None: ...
-
-global___ReleaseLeasesRequest = ReleaseLeasesRequest
-
-@typing.final
-class ReleaseLeasesResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-global___ReleaseLeasesResponse = ReleaseLeasesResponse

@@ -34,31 +34,23 @@ class PrefillNodeStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/kvrelay.v1.PrefillNode/Prefill',
-                request_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillEvent.FromString,
+        self.Serve = channel.stream_stream(
+                '/kvrelay.v1.PrefillNode/Serve',
+                request_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommand.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillUpdate.FromString,
                 _registered_method=True)
         self.RenewLeases = channel.unary_unary(
                 '/kvrelay.v1.PrefillNode/RenewLeases',
                 request_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.RenewLeasesRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.RenewLeasesResponse.FromString,
                 _registered_method=True)
-        self.ReleaseLeases = channel.unary_unary(
-                '/kvrelay.v1.PrefillNode/ReleaseLeases',
-                request_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.ReleaseLeasesRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.ReleaseLeasesResponse.FromString,
-                _registered_method=True)
 
 
 class PrefillNodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Prefill(self, request, context):
-        """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-        ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
-        publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
-        blocks; from `finished` on only the lease holds them.
+    def Serve(self, request_iterator, context):
+        """The stream ends with its router: when it breaks, what it carried is aborted, except that leases of finished prompts go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,30 +63,18 @@ class PrefillNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReleaseLeases(self, request, context):
-        """Ends leases. Idempotent and valid in every state, unknown ids included.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PrefillNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillEvent.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommand.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillUpdate.SerializeToString,
             ),
             'RenewLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLeases,
                     request_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.RenewLeasesRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.RenewLeasesResponse.SerializeToString,
-            ),
-            'ReleaseLeases': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleaseLeases,
-                    request_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.ReleaseLeasesRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.ReleaseLeasesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -108,7 +88,7 @@ class PrefillNode(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Prefill(request,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -118,12 +98,12 @@ class PrefillNode(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/kvrelay.v1.PrefillNode/Prefill',
-            kvrelay_dot_v1_dot_prefill__node__pb2.PrefillRequest.SerializeToString,
-            kvrelay_dot_v1_dot_prefill__node__pb2.PrefillEvent.FromString,
+            '/kvrelay.v1.PrefillNode/Serve',
+            kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommand.SerializeToString,
+            kvrelay_dot_v1_dot_prefill__node__pb2.PrefillUpdate.FromString,
             options,
             channel_credentials,
             insecure,
@@ -151,33 +131,6 @@ class PrefillNode(object):
             '/kvrelay.v1.PrefillNode/RenewLeases',
             kvrelay_dot_v1_dot_prefill__node__pb2.RenewLeasesRequest.SerializeToString,
             kvrelay_dot_v1_dot_prefill__node__pb2.RenewLeasesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReleaseLeases(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvrelay.v1.PrefillNode/ReleaseLeases',
-            kvrelay_dot_v1_dot_prefill__node__pb2.ReleaseLeasesRequest.SerializeToString,
-            kvrelay_dot_v1_dot_prefill__node__pb2.ReleaseLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

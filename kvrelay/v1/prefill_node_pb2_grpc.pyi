@@ -19,15 +19,11 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class PrefillNodeStub:
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
-    Prefill: grpc.UnaryStreamMultiCallable[
-        kvrelay.v1.prefill_node_pb2.PrefillRequest,
-        kvrelay.v1.prefill_node_pb2.PrefillEvent,
+    Serve: grpc.StreamStreamMultiCallable[
+        kvrelay.v1.prefill_node_pb2.PrefillCommand,
+        kvrelay.v1.prefill_node_pb2.PrefillUpdate,
     ]
-    """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-    ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
-    publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
-    blocks; from `finished` on only the lease holds them.
-    """
+    """The stream ends with its router: when it breaks, what it carried is aborted, except that leases of finished prompts go on."""
 
     RenewLeases: grpc.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
@@ -35,22 +31,12 @@ class PrefillNodeStub:
     ]
     """Extends leases to `ttl_ms` from now, at most ten minutes. The answer names those that no longer exist."""
 
-    ReleaseLeases: grpc.UnaryUnaryMultiCallable[
-        kvrelay.v1.prefill_node_pb2.ReleaseLeasesRequest,
-        kvrelay.v1.prefill_node_pb2.ReleaseLeasesResponse,
-    ]
-    """Ends leases. Idempotent and valid in every state, unknown ids included."""
-
 class PrefillNodeAsyncStub:
-    Prefill: grpc.aio.UnaryStreamMultiCallable[
-        kvrelay.v1.prefill_node_pb2.PrefillRequest,
-        kvrelay.v1.prefill_node_pb2.PrefillEvent,
+    Serve: grpc.aio.StreamStreamMultiCallable[
+        kvrelay.v1.prefill_node_pb2.PrefillCommand,
+        kvrelay.v1.prefill_node_pb2.PrefillUpdate,
     ]
-    """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-    ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
-    publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
-    blocks; from `finished` on only the lease holds them.
-    """
+    """The stream ends with its router: when it breaks, what it carried is aborted, except that leases of finished prompts go on."""
 
     RenewLeases: grpc.aio.UnaryUnaryMultiCallable[
         kvrelay.v1.prefill_node_pb2.RenewLeasesRequest,
@@ -58,24 +44,14 @@ class PrefillNodeAsyncStub:
     ]
     """Extends leases to `ttl_ms` from now, at most ten minutes. The answer names those that no longer exist."""
 
-    ReleaseLeases: grpc.aio.UnaryUnaryMultiCallable[
-        kvrelay.v1.prefill_node_pb2.ReleaseLeasesRequest,
-        kvrelay.v1.prefill_node_pb2.ReleaseLeasesResponse,
-    ]
-    """Ends leases. Idempotent and valid in every state, unknown ids included."""
-
 class PrefillNodeServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
-    def Prefill(
+    def Serve(
         self,
-        request: kvrelay.v1.prefill_node_pb2.PrefillRequest,
+        request_iterator: _MaybeAsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillCommand],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.prefill_node_pb2.PrefillEvent], collections.abc.AsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillEvent]]:
-        """Computes the prompt's KV. The stream reports the lease, then published blocks and the first tokens as they become available, and
-        ends when all blocks are published; those that cannot be, and all behind them, it does not report. `finished` does not wait for
-        publication: it may come before the last `progress`. Cancelling the stream before `finished` aborts the prefill and frees its
-        blocks; from `finished` on only the lease holds them.
-        """
+    ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.prefill_node_pb2.PrefillUpdate], collections.abc.AsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillUpdate]]:
+        """The stream ends with its router: when it breaks, what it carried is aborted, except that leases of finished prompts go on."""
 
     @abc.abstractmethod
     def RenewLeases(
@@ -84,13 +60,5 @@ class PrefillNodeServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvrelay.v1.prefill_node_pb2.RenewLeasesResponse, collections.abc.Awaitable[kvrelay.v1.prefill_node_pb2.RenewLeasesResponse]]:
         """Extends leases to `ttl_ms` from now, at most ten minutes. The answer names those that no longer exist."""
-
-    @abc.abstractmethod
-    def ReleaseLeases(
-        self,
-        request: kvrelay.v1.prefill_node_pb2.ReleaseLeasesRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvrelay.v1.prefill_node_pb2.ReleaseLeasesResponse, collections.abc.Awaitable[kvrelay.v1.prefill_node_pb2.ReleaseLeasesResponse]]:
-        """Ends leases. Idempotent and valid in every state, unknown ids included."""
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

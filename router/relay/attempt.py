@@ -7,7 +7,7 @@
 4. P reports the first new token of every output (`PrefillFinished`). These tokens go to the client at once, and to D as
    the start of decoding; nothing waits for the transfer. Outputs that end with this token are over; if all are, D is
    told to abort the request.
-5. P's stream ends, because P has published what it could or because it has failed. D is told that P announces no more.
+5. P's events end, because P has published what it could or because it has failed. D is told that P announces no more.
    a. D reports what it could fetch neither from P nor from the other holders and the store it knows of (`KVMissing`),
       unless a node has sent it a damaged block: then it computes what it misses.
    b. Once per attempt, another prefill node is asked for it (`Refill`). Its announcements are forwarded to D as well.
@@ -22,8 +22,8 @@ another one. If P, or the node of a refill, has failed because its logits are no
 be why. That fails the attempt, too, and D is told to distrust that KV when it is told to abort the request, before it
 hears of another attempt.
 
-Invariant: once an attempt is closed, D is done with the request or was told to abort it, and the streams of P and of a
-refill are over and their leases released. Nothing here waits, so no cancellation can interrupt it.
+Invariant: once an attempt is closed, D is done with the request or was told to abort it, P and the node of a refill
+were told to release their leases. Nothing here waits, so no cancellation can interrupt it.
 """
 
 import logging

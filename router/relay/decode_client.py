@@ -1,25 +1,17 @@
-"""The router's side of a decode node: one bidirectional stream that carries all of its requests.
+"""The router's side of a decode node: one bidirectional stream that carries all of its requests."""
 
-Invariant: every session gets its events in order. A stream that breaks fails all sessions that are still open, at once,
-so none of them ever waits for a stream that is gone.
-"""
-
-import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
-from kvrelay.core.errors import KVRelayError, UnavailableError
+from kvrelay.core.errors import KVRelayError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.prompt_logprobs import PromptLogprobs
 from kvrelay.core.kv.source import HeldBlocks, KVSource
 from kvrelay.core.node_report import FetchReport
-from kvrelay.core.rpc.connections import understood
-from kvrelay.core.rpc.errors import error_from_rpc, error_from_status
+from kvrelay.core.rpc.errors import error_from_status
 from kvrelay.core.rpc.wire import (
     fetch_report_from_wire,
     held_to_wire,
@@ -29,18 +21,10 @@ from kvrelay.core.rpc.wire import (
     sampling_to_wire,
     source_to_wire,
 )
-from kvrelay.core.tasks import begin_task, end_tasks
 from kvrelay.v1 import decode_node_pb2 as pb
 from kvrelay.v1 import decode_node_pb2_grpc
+from router.relay.node_stream import NodeStream
 from router.request import NodeRequest
-
-_logger = logging.getLogger(__name__)
-
-# Each event wakes the task of a request. After so many others have a turn: new connections, other nodes. If they take
-# long, more events are handled at a time, so that streams go on at this rate when very many requests are refused.
-_EVENTS_PER_TURN = 16
-_EVENTS_PER_SECOND = 5_000
-_MOST_EVENTS_PER_TURN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,85 +66,7 @@ DecodeEvent = Admitted | PromptComputed | KVMissing | KVReady | TokenOutput | Pr
 Sink = Callable[[DecodeEvent], None]
 
 
-class _Stream:
-    """One `Serve` call, from its opening until it breaks."""
-
-    def __init__(self, stub: "decode_node_pb2_grpc.DecodeNodeAsyncStub", address: str) -> None:
-        self.broken = False
-        self._address = address
-        self._sinks: dict[str, Sink] = {}
-        self._commands: asyncio.Queue[pb.DecodeCommand | None] = asyncio.Queue()  # None ends the call's requests
-        self._call = stub.Serve(self._outgoing())
-        self.task = begin_task(self._read(), name=f"decode stream {address}")
-
-    def add(self, wire_id: str, sink: Sink) -> None:
-        assert wire_id not in self._sinks
-        self._sinks[wire_id] = sink
-
-    def remove(self, wire_id: str) -> bool:
-        """Closes a session for further events. Returns whether it was still open."""
-        return self._sinks.pop(wire_id, None) is not None
-
-    def send(self, command: pb.DecodeCommand) -> None:
-        """Queues a command for the node; drops it if the stream has broken. The queue needs no bound, because a request
-        sends a few commands and one for each chunk of its prefill, and the number of requests is bounded."""
-        if not self.broken:
-            self._commands.put_nowait(command)
-
-    async def _outgoing(self) -> AsyncIterator[pb.DecodeCommand]:
-        while (command := await self._commands.get()) is not None:
-            yield command
-
-    async def _read(self) -> None:
-        error: KVRelayError = UnavailableError(f"decode node {self._address} has closed its stream")
-        left = _EVENTS_PER_TURN
-        try:
-            async for update in self._call:
-                for event in understood(update).events:
-                    self._dispatch(event)
-                    left -= 1
-                    if left == 0:
-                        began = time.monotonic()
-                        await asyncio.sleep(0)
-                        due = round((time.monotonic() - began) * _EVENTS_PER_SECOND)
-                        left = min(max(_EVENTS_PER_TURN, due), _MOST_EVENTS_PER_TURN)
-        except grpc.aio.AioRpcError as failure:
-            error = UnavailableError(f"lost decode node {self._address}: {error_from_rpc(failure)}")
-        except UnavailableError as failure:
-            error = UnavailableError(f"lost decode node {self._address}: {failure}")
-        finally:
-            self._call.cancel()
-            self._break(error)
-
-    def _dispatch(self, message: pb.DecodeEvent) -> None:
-        sink = self._sinks.get(message.request_id)
-        if sink is None:
-            return  # the session was closed while this event was under way
-        try:
-            event = _event_from_wire(message)
-        except KVRelayError as failure:  # an answer that breaks the protocol: the node has still to be told to abort
-            sink(DecodeFailed(failure))
-            return
-        if event is None:
-            return
-        if isinstance(event, DecodeFailed):
-            self.remove(message.request_id)
-        sink(event)
-
-    def lose(self, error: KVRelayError) -> None:
-        """Fails all sessions at once and cancels the call, so that the node, once it can, aborts their requests."""
-        self._break(error)
-        # Not the task that reads it: gRPC loses the memory of a message that has come and is not read any more.
-        self._call.cancel()
-
-    def _break(self, error: KVRelayError) -> None:
-        self.broken = True
-        self._commands.put_nowait(None)  # gRPC leaves `_outgoing` waiting when a call ends by itself
-        sinks, self._sinks = self._sinks, {}
-        if sinks:
-            _logger.warning("%s; %d requests were on it", error, len(sinks))
-        for sink in sinks.values():
-            sink(DecodeFailed(error))
+_Stream = NodeStream[pb.DecodeCommand, pb.DecodeEvent, DecodeEvent]
 
 
 class DecodeSession:
@@ -238,14 +144,20 @@ class DecodeClient:
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
-        self._address = address
+        self._name = f"decode node {address}"
         self._stream: _Stream | None = None
 
     def open(self, wire_id: str, sink: Sink) -> DecodeSession:
         """Opens a session, whose events go to `sink`. A `wire_id` is used only once. If the node cannot be reached, the
         sink gets a DecodeFailed."""
         if self._stream is None or self._stream.broken:
-            self._stream = _Stream(self._stub, self._address)
+            self._stream = NodeStream(
+                self._stub.Serve,
+                self._name,
+                event_from_wire=_event_from_wire,
+                failed=DecodeFailed,
+                is_last=lambda event: isinstance(event, DecodeFailed),
+            )
         self._stream.add(wire_id, sink)
         return DecodeSession(self._stream, wire_id)
 
@@ -256,7 +168,7 @@ class DecodeClient:
 
     async def close(self) -> None:
         if self._stream is not None:
-            await end_tasks(self._stream.task)
+            await self._stream.close()
 
 
 def _event_from_wire(message: pb.DecodeEvent) -> DecodeEvent | None:

@@ -216,8 +216,10 @@ def test_router_throughput(tmp_path: Path, capsys: Capture) -> None:
     shown = capsys.readouterr().out
     for protocol in ("http", "grpc"):
         check(shown, f"{protocol}, 2 streams: ")
-    for prompt in ("http", "grpc", "http, text"):
+    for prompt in ("http", "grpc", "http, text", "http, prefill node"):
         check(shown, f"\n{prompt}, prompt of 1,000 tokens: TTFT p50 ")
+    for nodes in ("http", "http, prefill node"):
+        check(shown, f"\n{nodes}, prompts of 1,000 tokens, 8 at a time: ")
     check(shown, "\nhttp, prompt of 1,000 tokens beside 2 streams: TTFT p50 ")
     check(shown, "Python here and now: ")
 
@@ -356,9 +358,11 @@ def test_ctrl_c_ends_a_script_with_its_status(monkeypatch: pytest.MonkeyPatch) -
 async def test_the_fake_node_keeps_its_pace_while_requests_arrive() -> None:
     def admit(request_id: str, max_tokens: int) -> decode_node_pb2.DecodeCommand:
         params = common_pb2.SamplingParams(n=1, max_tokens=max_tokens)
-        return decode_node_pb2.DecodeCommand(admit=decode_node_pb2.Admit(request_id=request_id, sampling_params=params))
+        return decode_node_pb2.DecodeCommand(
+            admit=decode_node_pb2.Admit(request_id=request_id, sampling_params=params, local_prefill=True)
+        )
 
-    arguments = ["-m", "bench.fake_decode_node", "--vocab-size", "2048", "--step-ms", "50"]
+    arguments = ["-m", "bench.fake_node", "--role", "decode", "--vocab-size", "2048", "--step-ms", "50"]
     with child("the fake node", arguments) as node:
         async with grpc.aio.insecure_channel(node.read_line()) as channel:
             stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))

@@ -247,6 +247,6 @@ async def test_a_lease_that_nobody_renews_expires(model: Path) -> None:
     """The router is not told: the node's own sweeper frees the blocks."""
     async with cluster(model, lease_ttl=0.2) as running:
         for client in running.relay._placer._prefill_clients.values():
-            client.hold = client.release = lambda lease_id: None  # type: ignore[method-assign]
+            client.hold = client.release = lambda wire_id: None  # type: ignore[method-assign]
         await running.generate(prompt_of(100), max_tokens=3)
         await running.wait_idle()

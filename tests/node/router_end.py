@@ -1,11 +1,10 @@
-"""A router's end of its stream to a decode node, and the commands that it sends."""
+"""A router's end of its stream to a node, and the commands that it sends to a decode node."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-from decode_node.service import DecodeService
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
@@ -38,15 +37,34 @@ def failure(event: pb.DecodeEvent) -> KVRelayError:
     return error_from_status(event.failed.status)
 
 
-class Router:
+_CommandT = TypeVar("_CommandT")
+_CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
+_EventT = TypeVar("_EventT")
+_EventT_co = TypeVar("_EventT_co", covariant=True)
+
+
+class _Update(Protocol[_EventT_co]):
+    @property
+    def events(self) -> Iterable[_EventT_co]: ...
+
+
+class _Service(Protocol[_CommandT_contra, _EventT_co]):
+    """A decode service or a prefill service."""
+
+    def Serve(
+        self, request_iterator: AsyncIterator[_CommandT_contra], context: Context
+    ) -> AsyncIterator[_Update[_EventT_co]]: ...
+
+
+class Router(Generic[_CommandT, _EventT]):
     """The router's end of the stream."""
 
-    def __init__(self, service: DecodeService) -> None:
-        self._commands: asyncio.Queue[pb.DecodeCommand | asyncio.Event | None] = asyncio.Queue()
-        self._events: asyncio.Queue[pb.DecodeEvent] = asyncio.Queue()
+    def __init__(self, service: _Service[_CommandT, _EventT]) -> None:
+        self._commands: asyncio.Queue[_CommandT | asyncio.Event | None] = asyncio.Queue()
+        self._events: asyncio.Queue[_EventT] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(service))
 
-    def send(self, *commands: pb.DecodeCommand) -> None:
+    def send(self, *commands: _CommandT) -> None:
         for command in commands:
             self._commands.put_nowait(command)
 
@@ -57,7 +75,7 @@ class Router:
         async with asyncio.timeout(PATIENCE):
             await taken.wait()
 
-    async def event(self) -> pb.DecodeEvent:
+    async def event(self) -> _EventT:
         async with asyncio.timeout(PATIENCE):
             return await self._events.get()
 
@@ -73,13 +91,13 @@ class Router:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, service: DecodeService) -> None:
+    async def _run(self, service: _Service[_CommandT, _EventT]) -> None:
         async with aclosing(cast(Any, service.Serve(self._outgoing(), _NO_CONTEXT))) as updates:
             async for update in updates:
                 for event in update.events:
                     self._events.put_nowait(event)
 
-    async def _outgoing(self) -> AsyncIterator[pb.DecodeCommand]:
+    async def _outgoing(self) -> AsyncIterator[_CommandT]:
         while True:
             command = await self._commands.get()
             if command is None:

@@ -3,6 +3,7 @@ long. What the engine reports of it later changes nothing."""
 
 import asyncio
 import weakref
+from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvrelay.v1 import decode_node_pb2 as pb
 from prefill_node.service import PrefillService
 from tests.node.fake_node import FailingRunner, StepwiseRunner, make_node, serving
 from tests.node.holders import LadderConnector
-from tests.node.prefill_calls import NO_CONTEXT, prefill_request
+from tests.node.prefill_calls import prefill, prefill_request, run
 from tests.node.router_end import PATIENCE, PROMPT, Router, admit
 
 pytestmark = pytest.mark.usefixtures("without_collections")
@@ -45,23 +46,24 @@ async def test_a_prefill_that_was_aborted_while_it_received_is_forgotten() -> No
     async with serving(PrefillService, node := make_node(connector=connector)) as service:
         request = prefill_request("a", PROMPT)
         request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events, asyncio.timeout(PATIENCE):
+        async with aclosing(run(service, request)) as events, asyncio.timeout(PATIENCE):
             await anext(events)
             while not connector.fetches:
                 await asyncio.sleep(0)
-            forgotten = weakref.ref(service._active["a"].events)
+            forgotten = weakref.ref(service._active["a"])
         await _until_none(forgotten)
         await node.check_idle()
 
 
 async def test_a_prefill_that_has_failed_is_forgotten() -> None:
     async with serving(PrefillService, node := make_node(FailingRunner())) as service:
-        events = service.Prefill(prefill_request("a", PROMPT), NO_CONTEXT)
-        await anext(events)
-        forgotten = weakref.ref(service._active["a"].events)
+        failing = asyncio.create_task(_last(prefill(service, "a")))
+        while "a" not in service._active:
+            await asyncio.sleep(0)
+        forgotten = weakref.ref(service._active["a"])
         with suppress(KVRelayError):
-            await anext(events)
-        del events
+            await failing
+        del failing
         await _until_none(forgotten)
         await node.check_idle()
 
@@ -130,12 +132,16 @@ async def test_what_the_engine_reports_of_a_prefill_that_was_given_up_meanwhile_
         request = prefill_request("a", PROMPT)
         if what == "reservations":
             request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             await anext(events)
             await _until_reported(what, late)
         for result in late:
             handle(result)
         await node.check_idle()
+
+
+async def _last(events: AsyncIterator[Any]) -> Any:
+    return [event async for event in events][-1]
 
 
 async def _until_reported(what: str, results: list[StepResult]) -> None:

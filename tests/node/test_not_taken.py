@@ -10,7 +10,7 @@ from kvrelay.core.errors import NotTakenError
 from kvrelay.node.node import Node
 from prefill_node.service import PrefillService
 from tests.node.fake_node import EPOCH, make_node, serving
-from tests.node.prefill_calls import NO_CONTEXT, PROMPT, prefill_request
+from tests.node.prefill_calls import PROMPT, prefill_request, run
 from tests.node.router_end import Router, admit, failure
 
 
@@ -67,6 +67,6 @@ async def test_a_prefill_node_does_not_take_it(epoch: int, happens: Callable[[No
         request.epoch = epoch
         happens(node)
         with pytest.raises(NotTakenError, match=why):
-            await anext(service.Prefill(request, NO_CONTEXT))
+            await anext(run(service, request))
         assert not service._active and not service._leases and not node.activity
         await node.check_idle()

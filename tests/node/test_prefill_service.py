@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import pytest
 
@@ -31,7 +32,7 @@ from tests.node.fake_node import (
     serving,
 )
 from tests.node.holders import Holder, LadderConnector
-from tests.node.prefill_calls import NO_CONTEXT, PATIENCE, PROMPT, prefill, prefill_request, release
+from tests.node.prefill_calls import NO_CONTEXT, PATIENCE, PROMPT, prefill, prefill_request, release, run
 
 
 class LosingConnector(InProcessConnector):
@@ -49,13 +50,20 @@ async def num_leases(service: PrefillService) -> int:
     return await service._node.engine_thread.call(lambda engine: engine.load().num_leases)
 
 
-async def test_a_stream_whose_lease_has_ended_early_still_ends() -> None:
-    """The lease ends by expiry or release before the prompt is computed; the decode node must not wait for ever."""
-    runner = GatedRunner()
-    async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
+async def _all(events: AsyncIterator[pb.PrefillEvent]) -> list[pb.PrefillEvent]:
+    return [event async for event in events]
+
+
+async def test_a_prefill_whose_lease_has_expired_still_ends() -> None:
+    """The decode node must not wait for ever."""
+    clock, runner = ManualClock(), GatedRunner()
+    node = make_node(runner)
+    async with serving(partial(PrefillService, clock=clock), node) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a")) as events:
-            assert (await anext(events)).accepted.lease_id == "a"
-            await release(service, "a")
+            assert (await anext(events)).HasField("accepted")
+            clock.seconds += 61.0
+            service._leases.sweep()
+            assert not service._leases
             with pytest.raises(InvalidRequestError, match="running already"):
                 await anext(prefill(service, "a"))
             runner.gate.set()
@@ -94,17 +102,19 @@ async def test_blocks_behind_some_that_could_not_be_published_are_not_reported_e
         await node.check_idle()
 
 
-async def test_a_node_drains_until_the_stream_and_the_lease_are_over() -> None:
-    """In either order: a lease that expires leaves its stream under way."""
+async def test_a_node_drains_until_the_prefill_and_the_lease_are_over() -> None:
+    """In either order: a lease that expires leaves its prefill under way."""
     for lease_first in (True, False):
-        runner = GatedRunner()
-        async with serving(PrefillService, node := make_node(runner)) as service, asyncio.timeout(PATIENCE):
+        clock, runner = ManualClock(), GatedRunner()
+        node = make_node(runner)
+        async with serving(partial(PrefillService, clock=clock), node) as service, asyncio.timeout(PATIENCE):
             async with aclosing(prefill(service, "a")) as events:
                 assert (await anext(events)).HasField("accepted")
                 draining = asyncio.create_task(node.drain())
                 if lease_first:
-                    await release(service, "a")
-                    assert node.activity, "the stream is open"
+                    clock.seconds += 61.0
+                    service._leases.sweep()
+                    assert node.activity, "the prefill is under way"
                 runner.gate.set()
                 assert [event async for event in events]
             if not lease_first:
@@ -121,7 +131,7 @@ async def test_an_output_that_began_elsewhere_gets_its_next_token() -> None:
         request = prefill_request("a", [*PROMPT, *whole[:2]])
         request.num_prior_output_tokens = 2
         request.first_choice_index = 5
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             found = [event async for event in events]
         [finished] = [event.finished for event in found if event.HasField("finished")]
         [first] = finished.first_tokens
@@ -143,7 +153,7 @@ async def test_the_first_tokens_of_all_outputs_come_together_with_where_the_prom
         request.sampling_params.n = 3
         request.sources.add(source=source_to_wire(holder.source), num_blocks=2)
         for prompt in (prefill_request("before", PROMPT[: BLOCK_SIZE + 1]), request):
-            async with aclosing(service.Prefill(prompt, NO_CONTEXT)) as events:
+            async with aclosing(run(service, prompt)) as events:
                 [finished] = [event.finished async for event in events if event.HasField("finished")]
         assert [first.index for first in finished.first_tokens] == [0, 1, 2]
         assert (finished.num_cached_tokens, finished.fetches.num_tokens) == (BLOCK_SIZE, BLOCK_SIZE)
@@ -186,7 +196,7 @@ async def test_a_stream_that_is_given_up_before_its_first_token_leaves_nothing(f
         request = prefill_request("a", PROMPT)
         if fetching:
             request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             assert (await anext(events)).HasField("accepted")
             while fetching and not connector.fetches:
                 await asyncio.sleep(0)
@@ -213,7 +223,7 @@ async def test_a_reception_that_is_cancelled_before_it_has_begun_unpins_its_bloc
         node._handler = cancel_at_once
         request = prefill_request("a", PROMPT)
         request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             assert (await anext(events)).HasField("accepted")
             await cancelled.wait()
         await node.check_idle()
@@ -226,7 +236,7 @@ async def test_a_holder_that_hangs_takes_no_more_than_its_share_of_the_time_left
         request = prefill_request("a", PROMPT)
         request.timeout_ms = 100
         request.sources.add(source=common_pb2.KVSource(node_id="h", epoch=1, endpoint="h"), num_blocks=2)
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             assert sum([event.HasField("finished") async for event in events]) == 1
         assert connector.timeouts[0] <= 0.05
         await release(service, "a")
@@ -250,14 +260,14 @@ async def test_a_node_that_stops_ends_its_streams_at_once_and_leaves_nothing() -
         async with aclosing(prefill(service, "a")) as events, aclosing(prefill(service, "b")) as others:
             assert (await anext(events)).HasField("accepted")
             accepted = asyncio.ensure_future(anext(others))  # once the engine's step has ended
-            await asyncio.sleep(0)
+            while len(service._leases) < 2:
+                await asyncio.sleep(0)
             await service.close()
-            with pytest.raises(UnavailableError, match="node is stopping"):
+            with pytest.raises(UnavailableError, match="the stream has ended"):
                 await anext(events)
+            with pytest.raises(UnavailableError, match="the stream has ended"):
+                await accepted
             runner.gate.set()
-            assert (await accepted).HasField("accepted")
-            with pytest.raises(UnavailableError, match="node is stopping"):
-                await anext(others)
         assert not service._leases and not node.activity
         await node.check_idle()
 
@@ -265,9 +275,9 @@ async def test_a_node_that_stops_ends_its_streams_at_once_and_leaves_nothing() -
 async def test_a_step_that_fails_ends_its_requests_stream_and_lease() -> None:
     async with serving(PrefillService, node := make_node(FailingRunner())) as service, asyncio.timeout(PATIENCE):
         async with aclosing(prefill(service, "a")) as events:
-            assert (await anext(events)).HasField("accepted")
             with pytest.raises(KVRelayError, match="not finite"):
-                await anext(events)
+                async for event in events:
+                    assert event.HasField("accepted")
         assert not service._leases and not node.activity
         await node.check_idle()
 
@@ -276,10 +286,10 @@ async def test_a_lease_lasts_ten_minutes_at_most_unless_it_is_renewed() -> None:
     """A router that asks for more may be gone before it releases the lease."""
     clock = ManualClock()
     node = make_node()
-    async with serving(lambda node: PrefillService(node, clock=clock), node) as service, asyncio.timeout(PATIENCE):
+    async with serving(partial(PrefillService, clock=clock), node) as service, asyncio.timeout(PATIENCE):
         request = prefill_request("a", PROMPT)
         request.lease_ttl_ms = 3_600_000
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             async for _ in events:
                 pass
         clock.seconds += 599.0
@@ -295,11 +305,12 @@ async def test_a_leases_time_begins_when_the_engine_has_taken_the_request() -> N
     """The engine may be in a step that takes longer, and the router renews only what it has heard of."""
     clock, taking = ManualClock(), threading.Event()
     node = make_node()
-    async with serving(lambda node: PrefillService(node, clock=clock), node) as service, asyncio.timeout(PATIENCE):
+    async with serving(partial(PrefillService, clock=clock), node) as service, asyncio.timeout(PATIENCE):
         step = node.engine_thread.call(lambda engine: taking.wait(PATIENCE))
         async with aclosing(prefill(service, "a")) as events:
             accepted = asyncio.ensure_future(anext(events))
-            await asyncio.sleep(0)
+            while not service._leases:
+                await asyncio.sleep(0)
             clock.seconds += 61.0
             service._leases.sweep()
             taking.set()
@@ -318,8 +329,8 @@ async def test_a_request_that_is_given_up_before_the_engine_has_taken_it_leaves_
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
         step = node.engine_thread.call(lambda engine: taking.wait(PATIENCE))
         accepted = asyncio.ensure_future(anext(prefill(service, "a")))
-        await asyncio.sleep(0)
-        assert list(service._leases) == ["a"]
+        while not service._leases:
+            await asyncio.sleep(0)
         accepted.cancel()
         await asyncio.wait({accepted})
         assert not service._leases and not node.activity
@@ -328,18 +339,18 @@ async def test_a_request_that_is_given_up_before_the_engine_has_taken_it_leaves_
         await node.check_idle()
 
 
-async def test_a_call_that_ends_before_its_lease_has_a_time_leaves_none() -> None:
-    """Though its prompt is computed: a loop that was busy gets the engine's answer and the first token together."""
+async def test_a_router_hears_of_a_lease_before_all_else() -> None:
+    """A loop that was busy gets the engine's answer and the first token together."""
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
-        accepted = asyncio.ensure_future(anext(prefill(service, "a", PROMPT[:10])))
-        await asyncio.sleep(0)  # the engine is asked
+        collecting = asyncio.create_task(_all(prefill(service, "a", PROMPT[:10])))
+        while not service._leases:
+            await asyncio.sleep(0)
         while len(node.engine_thread._calls._calls) < 2:
             time.sleep(0.001)  # noqa: ASYNC251  # the loop is busy
-        asyncio.get_running_loop().call_soon(accepted.cancel)  # behind the turn that hands both over
-        with pytest.raises(asyncio.CancelledError):
-            await accepted
+        kinds = [event.WhichOneof("event") for event in await collecting]
+        assert kinds[0] == "accepted" and kinds.count("accepted") == 1 and "finished" in kinds
+        await release(service, "a")
         await node.check_idle()
-        assert len(node.activity) == 0
 
 
 async def test_leases_expire_without_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +358,7 @@ async def test_leases_expire_without_traffic(monkeypatch: pytest.MonkeyPatch) ->
     async with serving(PrefillService, node := make_node()) as service, asyncio.timeout(PATIENCE):
         request = prefill_request("a", PROMPT)
         request.lease_ttl_ms = 20
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             async for _ in events:
                 pass
         while service._leases:
@@ -362,7 +373,7 @@ async def test_an_unforeseen_error_in_a_fetch_ends_the_request(caplog: pytest.Lo
         request = prefill_request("a", PROMPT)
         source = common_pb2.KVSource(node_id="p", epoch=1, endpoint="nowhere")
         request.sources.add(source=source, num_blocks=2)
-        async with aclosing(service.Prefill(request, NO_CONTEXT)) as events:
+        async with aclosing(run(service, request)) as events:
             assert (await anext(events)).HasField("accepted")
             with pytest.raises(KVRelayError, match="internal error"):
                 await anext(events)

@@ -44,7 +44,7 @@ async def opened(
     nodes: Cluster, events: AsyncGenerator[RequestEvent, None]
 ) -> "tuple[asyncio.Task[RequestEvent], PrefillCall, str]":
     """Returns once both nodes have the request and the prefill node has granted a lease: the task that waits for the
-    first event, the open Prefill call, and the request's name at the nodes."""
+    first event, its prefill there, and the request's name at the nodes."""
     first = asyncio.create_task(take(events))
     call = await soon(nodes.prefill.calls)
     admit = await nodes.decode.admit()

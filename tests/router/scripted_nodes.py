@@ -1,11 +1,10 @@
 """Nodes without an engine: real gRPC servers, each answer of which the test decides, and in which order."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -13,7 +12,7 @@ from kvrelay.core.errors import KVRelayError
 from kvrelay.core.generation.outputs import FinishReason, TokenOutput
 from kvrelay.core.kv.block_hash import BlockHash, KVNamespace
 from kvrelay.core.node_report import PROTOCOL
-from kvrelay.core.rpc.calls import CallInterceptor, Context
+from kvrelay.core.rpc.calls import CallInterceptor
 from kvrelay.core.rpc.connections import serve_insecure, server_options
 from kvrelay.core.rpc.errors import rich_status
 from kvrelay.core.rpc.wire import namespace_to_wire, output_to_wire
@@ -151,20 +150,19 @@ class ScriptedNode(node_pb2_grpc.NodeServicer):
 
 @dataclass(slots=True)
 class PrefillCall:
-    """One open Prefill stream, which gRPC ends by itself after `seconds_left`."""
+    """A request on a prefill node, until it is `over`: released, or its stream has ended."""
 
     request: prefill_node_pb2.PrefillRequest
-    seconds_left: float
-    events: asyncio.Queue[prefill_node_pb2.PrefillEvent | KVRelayError | None] = field(default_factory=asyncio.Queue)
+    updates: asyncio.Queue[prefill_node_pb2.PrefillUpdate | None]  # of its stream
+    name: str  # what the test calls it: its id, or what it is accepted as
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def accept(self, lease_id: str = "lease") -> None:
-        accepted = prefill_node_pb2.PrefillAccepted(lease_id=lease_id)
-        self.events.put_nowait(prefill_node_pb2.PrefillEvent(accepted=accepted))
+    def accept(self, name: str = "lease") -> None:
+        self.name = name
+        self.send(accepted=prefill_node_pb2.PrefillAccepted())
 
     def publish(self, num_blocks: int) -> None:
-        progress = prefill_node_pb2.PrefillProgress(num_published_blocks=num_blocks)
-        self.events.put_nowait(prefill_node_pb2.PrefillEvent(progress=progress))
+        self.send(progress=prefill_node_pb2.PrefillProgress(num_published_blocks=num_blocks))
 
     def finish(self, *first_tokens: TokenOutput, num_cached_tokens: int = 0, num_fetched_tokens: int = 0) -> None:
         finished = prefill_node_pb2.PrefillFinished(
@@ -172,66 +170,91 @@ class PrefillCall:
             num_cached_tokens=num_cached_tokens,
             fetches=common_pb2.FetchReport(num_tokens=num_fetched_tokens),
         )
-        self.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
+        self.send(finished=finished)
 
     def end(self, error: KVRelayError | None = None) -> None:
-        self.events.put_nowait(error)
+        if error is None:
+            self.send(ended=prefill_node_pb2.PrefillEnded())
+        else:
+            self.send(failed=prefill_node_pb2.PrefillFailed(status=rich_status(error).SerializeToString()))
+
+    def send(self, **event: Any) -> None:
+        sent = prefill_node_pb2.PrefillEvent(request_id=self.request.request_id, **event)
+        self.updates.put_nowait(prefill_node_pb2.PrefillUpdate(events=[sent]))
 
 
 class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
+    """The names in `renewed`, `released` and `forgotten` are those of the calls."""
+
     def __init__(self, node_id: str = "prefill-0") -> None:
         super().__init__(node_id, node_pb2.NODE_ROLE_PREFILL)
         self.calls: asyncio.Queue[PrefillCall] = asyncio.Queue()
         self.renewed: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-        self.released: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-        self.release_failures: list[KVRelayError] = []
+        self.released: asyncio.Queue[str] = asyncio.Queue()
         self.renewal_failures: list[KVRelayError] = []
         self.forgotten: set[str] = set()  # leases of which the node says that it does not know them
-        self.num_unanswered = 0  # of the next calls about leases
+        self.num_unanswered = 0  # of the next renewals
+        self._calls: dict[str, PrefillCall] = {}  # all there ever were, by request id
+        self._streams: list[asyncio.Queue[prefill_node_pb2.PrefillUpdate | None]] = []
 
     def attach(self, server: grpc.aio.Server) -> None:
         super().attach(server)
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
 
-    async def Prefill(
-        self, request: prefill_node_pb2.PrefillRequest, context: Context
-    ) -> AsyncIterator[prefill_node_pb2.PrefillEvent]:
-        assert request.epoch == self.epoch
-        call = PrefillCall(request, context.time_remaining() or math.inf)
-        self.calls.put_nowait(call)
+    async def Serve(
+        self, request_iterator: AsyncIterator[prefill_node_pb2.PrefillCommand], context: object
+    ) -> AsyncIterator[prefill_node_pb2.PrefillUpdate]:
+        updates: asyncio.Queue[prefill_node_pb2.PrefillUpdate | None] = asyncio.Queue()
+        self._streams.append(updates)
+        reader = asyncio.create_task(self._read(request_iterator, updates))
         try:
-            while (event := await call.events.get()) is not None:
-                if isinstance(event, KVRelayError):
-                    raise event
-                yield event
+            while (update := await updates.get()) is not None:
+                yield update
         finally:
-            call.over.set()
+            reader.cancel()
+            for call in self._calls.values():
+                if call.updates is updates:
+                    call.over.set()
+
+    async def _read(
+        self,
+        commands: AsyncIterator[prefill_node_pb2.PrefillCommand],
+        updates: asyncio.Queue[prefill_node_pb2.PrefillUpdate | None],
+    ) -> None:
+        async for command in commands:
+            if command.HasField("prefill"):
+                assert command.prefill.epoch == self.epoch
+                call = PrefillCall(command.prefill, updates, command.prefill.request_id)
+                self._calls[command.prefill.request_id] = call
+                self.calls.put_nowait(call)
+            else:
+                request_id = command.release.request_id
+                self.released.put_nowait(self._name(request_id))
+                if request_id in self._calls:
+                    self._calls[request_id].over.set()
+        updates.put_nowait(None)
+
+    def end_streams(self) -> None:
+        for updates in self._streams:
+            updates.put_nowait(None)
 
     async def RenewLeases(
         self, request: prefill_node_pb2.RenewLeasesRequest, context: object
     ) -> prefill_node_pb2.RenewLeasesResponse:
-        await self._hold_up()
-        if self.renewal_failures:
-            raise self.renewal_failures.pop()
-        self.renewed.put_nowait(tuple(request.lease_ids))
-        return prefill_node_pb2.RenewLeasesResponse(
-            unknown_lease_ids=[lease_id for lease_id in request.lease_ids if lease_id in self.forgotten]
-        )
-
-    async def ReleaseLeases(
-        self, request: prefill_node_pb2.ReleaseLeasesRequest, context: object
-    ) -> prefill_node_pb2.ReleaseLeasesResponse:
-        await self._hold_up()
-        if self.release_failures:
-            raise self.release_failures.pop()
-        self.released.put_nowait(tuple(request.lease_ids))
-        return prefill_node_pb2.ReleaseLeasesResponse()
-
-    async def _hold_up(self) -> None:
-        """Returns at once, or never if the call is to stay unanswered: then its caller's deadline ends it."""
         if self.num_unanswered:
             self.num_unanswered -= 1
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # the caller's deadline ends it
+        if self.renewal_failures:
+            raise self.renewal_failures.pop()
+        names = {lease_id: self._name(lease_id) for lease_id in request.lease_ids}
+        self.renewed.put_nowait(tuple(names.values()))
+        return prefill_node_pb2.RenewLeasesResponse(
+            unknown_lease_ids=[lease_id for lease_id, name in names.items() if name in self.forgotten]
+        )
+
+    def _name(self, request_id: str) -> str:
+        call = self._calls.get(request_id)
+        return request_id if call is None else call.name
 
 
 class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):

@@ -53,8 +53,7 @@ async def _left_at_node(running: RunningNode) -> list[str]:
     add("a crash", running.node.crashed.is_set())
     if isinstance(running.service, PrefillService):
         add("leases", len(running.service._leases))
-    else:
-        add("requests on its streams", [stream for stream in running.service._streams if stream.request_ids])
+    add("requests on its streams", [stream for stream in running.service._streams if stream.request_ids])
     return left
 
 
@@ -65,10 +64,9 @@ def _left_at_router(name: str, router: Router, nodes: Mapping[str, RunningNode])
     add("requests", relay._running)
     for address, prefill in placer._prefill_clients.items():
         add(f"held leases at {address}", prefill._held)
-        add(f"tasks for {address}", [task.get_name() for task in prefill._tasks])
-    for address, decode in placer._decode_clients.items():
-        if decode._stream is not None:
-            add(f"sessions at {address}", decode._stream._sinks)
+    for address, client in (placer._prefill_clients | placer._decode_clients).items():
+        if client._stream is not None:
+            add(f"sessions at {address}", client._stream._sinks)
     for handle in registry.nodes:
         add(f"queued tokens at {handle.address}", handle.num_queued_tokens)
         add(f"prompts coming to {handle.address}", len(handle.coming))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvrelay.core.errors import UnavailableError
 from kvrelay.v1 import decode_node_pb2
 from kvrelay.v1.common_pb2 import TokenOutput
-from router.relay import decode_client
+from router.relay import node_stream
 from router.relay.decode_client import DecodeClient, DecodeEvent, DecodeFailed
 from tests.loop_turns import counting_turns
 from tests.router.scripted_nodes import PATIENCE, ScriptedDecode, soon
@@ -91,9 +92,9 @@ async def test_a_stream_that_is_lost_is_ended_by_its_call_and_what_reads_it_read
         if has_begun:
             assert await soon(node.streams) == "begun"
         client.lose(UnavailableError("it is silent"))
-        assert stream._call.cancelled() and not stream.task.cancelling()
-        await asyncio.wait({stream.task}, timeout=PATIENCE)
-        assert stream.task.cancelled()
+        assert cast(Any, stream._call).cancelled() and not stream._task.cancelling()
+        await asyncio.wait({stream._task}, timeout=PATIENCE)
+        assert stream._task.cancelled()
 
 
 class GarblingDecode(ScriptedDecode):
@@ -158,5 +159,5 @@ async def test_others_have_their_turn_between_the_events_of_a_message() -> None:
 
 async def test_the_longer_others_take_the_more_events_have_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else streams would stand still while very many requests are refused."""
-    monkeypatch.setattr(decode_client, "_EVENTS_PER_SECOND", 1e12)
+    monkeypatch.setattr(node_stream, "_EVENTS_PER_SECOND", 1e12)
     assert await _turns_of_a_burst() <= 20, "of 128 events, all but the first"

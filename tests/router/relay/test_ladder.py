@@ -156,8 +156,8 @@ async def test_missing_blocks_are_prefilled_by_another_node() -> None:
         assert (await nodes.decode.pull()).ended
         assert nodes.prefill.released.empty()
         nodes.decode.kv_ready(wire_id, fetched=10, fetches=fetched(("prefill-0", 1), ("prefill-1", 2)))
-        assert await soon(nodes.prefill.released) == ("lease",)
-        assert await soon(nodes.prefills[1].released) == ("second",)
+        assert await soon(nodes.prefill.released) == "lease"
+        assert await soon(nodes.prefills[1].released) == "second"
         nodes.decode.tokens(wire_id, LAST)
         assert await following == LAST
         trace = await take_trace(events)
@@ -177,7 +177,7 @@ async def test_a_request_that_ends_before_its_refill_counts_what_that_was_to_com
         assert await following == LAST
         trace = await take_trace(events)
         assert trace.kv == KVOrigins(num_refill_blocks=3, num_refilled_tokens=10)
-        assert await soon(nodes.prefills[1].released) == ("second",)
+        assert await soon(nodes.prefills[1].released) == "second"
         assert_idle(nodes)
 
 
@@ -185,10 +185,10 @@ async def test_a_refill_whose_blocks_have_arrived_ends_with_its_first_token() ->
     """The request goes on, without it."""
     async with cluster(num_prefill_nodes=2) as nodes, aclosing(nodes.relay.run(a_request())) as events:
         following, wire_id, call = await refilled(nodes, events)
-        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefill.released) == "lease"
         assert nodes.prefills[1].released.empty()
         call.finish(token(7), num_cached_tokens=4)
-        assert await soon(nodes.prefills[1].released) == ("second",)
+        assert await soon(nodes.prefills[1].released) == "second"
         assert nodes.decode.commands.empty()
         [group] = nodes.relay._running["r"]._groups
         assert group.attempt is not None
@@ -228,7 +228,7 @@ async def test_a_refill_is_asked_for_blocks_only() -> None:
             await following
             await take(events)
             await take_trace(events)
-        assert await soon(nodes.prefills[2].released) == ("second",)
+        assert await soon(nodes.prefills[2].released) == "second"
 
 
 async def test_a_refill_that_fails_leaves_the_rest_to_the_decode_node() -> None:
@@ -322,8 +322,8 @@ async def test_closing_ends_the_refill_and_both_leases() -> None:
             await following
         await events.aclose()
         assert await nodes.decode.aborted() == wire_id
-        assert await soon(nodes.prefill.released) == ("lease",)
-        assert await soon(nodes.prefills[1].released) == ("second",)
+        assert await soon(nodes.prefill.released) == "lease"
+        assert await soon(nodes.prefills[1].released) == "second"
         await call.over.wait()
         assert_idle(nodes)
 

@@ -1,15 +1,12 @@
-"""Leases: what a renewal or a release changes that fails or is not answered, what an answer that a lease is gone, and
-what the log says of a lost node."""
+"""Leases: what a renewal changes that fails or is not answered, and what an answer that a lease is gone."""
 
 import asyncio
 from contextlib import aclosing
 
-import pytest
-
 from kvrelay.core.errors import UnavailableError
-from tests.router.routed import a_request, give_up, opened, take
+from tests.router.routed import a_request, give_up, take
 from tests.router.scripted_cluster import cluster
-from tests.router.scripted_nodes import soon, until
+from tests.router.scripted_nodes import soon
 
 
 async def test_a_lease_is_renewed_before_it_would_end() -> None:
@@ -43,17 +40,6 @@ async def test_a_renewal_that_is_not_answered_is_given_up_before_the_lease_ends(
         await give_up(first)
 
 
-async def test_a_release_that_is_not_answered_is_tried_again() -> None:
-    async with cluster(node_timeout=1.0) as nodes, aclosing(nodes.relay.run(a_request())) as events:
-        nodes.prefill.num_unanswered = 1
-        first, call, _ = await opened(nodes, events)
-        call.publish(1)
-        await nodes.decode.pull()  # so that the lease is known
-        await give_up(first)
-        assert await soon(nodes.prefill.released) == ("lease",)
-        assert not nodes.prefill.num_unanswered
-
-
 async def test_a_lease_that_its_node_has_forgotten_is_renewed_no_more() -> None:
     async with cluster(lease_ttl=0.15) as nodes:
         nodes.prefill.forgotten.add("gone")
@@ -66,15 +52,3 @@ async def test_a_lease_that_its_node_has_forgotten_is_renewed_no_more() -> None:
         assert await soon(nodes.prefill.renewed) == ("kept",)
         for task in waiting:
             await give_up(task)
-
-
-async def test_of_a_lease_whose_node_is_gone_the_log_does_not_say_that_it_will_expire(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with cluster() as nodes, aclosing(nodes.relay.run(a_request())) as events:
-        first, call, _ = await opened(nodes, events)
-        call.publish(1)
-        await nodes.decode.pull()  # so that the lease is known
-        await nodes.prefill.stop()
-        await until(lambda: "could not be released; it expires there, unless the node has ended" in caplog.text)
-        await give_up(first)

@@ -23,7 +23,7 @@ async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() 
         call, wire_id = await begun(nodes, events, token(7))
         say(nodes.decode, wire_id, TokenOutput(0, (8, 9)))
         assert await take(events) == TokenOutput(0, (8, 9))
-        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefill.released) == "lease"
         nodes.decode.end_stream()
         next_event = asyncio.create_task(take(events))
         admit = await nodes.decodes[1].admit()
@@ -34,7 +34,6 @@ async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() 
             assert asked.request_id != wire_id
             assert asked.sampling_params == call.request.sampling_params, "the bounds are those of the whole output"
             assert 0 < asked.timeout_ms < call.request.timeout_ms, "what is left of the request's time"
-        assert again.seconds_left < again.request.timeout_ms / 1000 + 2.0, "then it ends there, whatever becomes of us"
         again.accept("again")
         again.finish(token(10), num_cached_tokens=12)
         again.end()
@@ -43,7 +42,7 @@ async def test_a_lost_decode_node_is_replaced_by_one_that_is_given_all_tokens() 
         nodes.decodes[1].kv_ready(admit.request_id, fetched=13)
         say(nodes.decodes[1], admit.request_id, token(11, finish=FinishReason.LENGTH))
         assert await take(events) == token(11, finish=FinishReason.LENGTH)
-        assert await soon(nodes.prefill.released) == ("again",)
+        assert await soon(nodes.prefill.released) == "again"
         trace = await take_trace(events)
         assert (trace.prefill_node, trace.decode_node, trace.num_migrations) == ("prefill-0", "decode-1", 1)
         assert trace.num_computed_tokens == 10, "of the prompt: what the replay computes is counted elsewhere"
@@ -90,7 +89,7 @@ async def test_a_lease_that_was_granted_unheard_is_released() -> None:
         await nodes.decode.admit()
         nodes.decode.end_stream()
         await call.over.wait()
-        assert await soon(nodes.prefill.released) == (call.request.request_id,)
+        assert await soon(nodes.prefill.released) == call.request.request_id
         await nodes.decodes[1].admit()
         await give_up(first)
 
@@ -102,7 +101,7 @@ async def test_a_decode_node_lost_before_the_first_token_is_replaced_with_its_pr
         await nodes.decode.pull()
         nodes.decode.end_stream()
         await call.over.wait()
-        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefill.released) == "lease"
         admit = await nodes.decodes[1].admit()
         assert (admit.sampling_params.n, admit.num_prior_output_tokens, tuple(admit.prompt_token_ids)) == (2, 0, PROMPT)
         again = await soon(nodes.prefill.calls)
@@ -211,7 +210,7 @@ async def test_prompt_logprobs_are_not_computed_twice() -> None:
         finished = prefill_node_pb2.PrefillFinished(
             first_tokens=[wire_token], prompt_logprobs=prompt_logprobs_to_wire(logprobs)
         )
-        call.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
+        call.send(finished=finished)
         assert await first == logprobs
         assert await take(events) == token(7)
         nodes.decode.end_stream()
@@ -250,9 +249,9 @@ async def test_an_answer_of_a_prefill_node_that_breaks_the_protocol_has_its_prom
         first, call, wire_id = await opened(nodes, events)
         wire_token = common_pb2.TokenOutput(token_ids=[7], stop_token_id=-1)
         finished = prefill_node_pb2.PrefillFinished(first_tokens=[wire_token], prompt_logprobs=DAMAGED)
-        call.events.put_nowait(prefill_node_pb2.PrefillEvent(finished=finished))
+        call.send(finished=finished)
         assert await nodes.decode.aborted() == wire_id
-        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefill.released) == "lease"
         (await soon(nodes.prefills[1].calls)).finish(token(8, finish=FinishReason.STOP))
         assert await first == token(8, finish=FinishReason.STOP)
 

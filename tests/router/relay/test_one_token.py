@@ -30,7 +30,7 @@ async def test_the_decode_node_hears_nothing_of_outputs_that_end_with_their_firs
         assert [await first, await take(events)] == last_tokens
         trace = await take_trace(events)
         assert (trace.prefill_node, trace.num_transferred_blocks) == ("prefill-0", 0)
-        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefill.released) == "lease"
         assert (nodes.decode.num_streams, nodes.decode.commands.qsize()) == (0, 0)
         assert_idle(nodes)
 

@@ -1,8 +1,6 @@
-"""The router's streams from a prefill node, without the rest of the router."""
+"""The router's stream to a prefill node, without the rest of the router."""
 
 import asyncio
-import gc
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -12,9 +10,16 @@ import pytest
 
 from kvrelay.core.errors import DeadlineError, UnavailableError
 from kvrelay.core.generation.sampling_params import SamplingParams
-from kvrelay.core.rpc.calls import Context
 from kvrelay.v1 import prefill_node_pb2, prefill_node_pb2_grpc
-from router.relay.prefill_client import PrefillAccepted, PrefillClient, PrefillEnded, PrefillEvent, PrefillSession
+from router.relay.prefill_client import (
+    PrefillAccepted,
+    PrefillClient,
+    PrefillEnded,
+    PrefillEvent,
+    PrefillFinished,
+    PrefillProgress,
+    PrefillSession,
+)
 from router.request import NodeRequest
 from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon, token
 from tests.simulation.network import Fate, Message, Network
@@ -73,95 +78,105 @@ def test_a_lease_is_renewed_three_times_in_its_time() -> None:
     run_virtual(main)
 
 
-class SilentPrefill(ScriptedPrefill):
-    """A node that answers no request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requests: list[prefill_node_pb2.PrefillRequest] = []
-
-    async def Prefill(
-        self, request: prefill_node_pb2.PrefillRequest, context: Context
-    ) -> AsyncIterator[prefill_node_pb2.PrefillEvent]:
-        self.requests.append(request)
-        await asyncio.Event().wait()
-        yield prefill_node_pb2.PrefillEvent()
-
-
-def test_a_call_ends_a_second_after_the_time_of_its_request() -> None:
-    """By then the client has heard what the request has waited for; gRPC would only say that its deadline is over."""
+def test_a_node_that_does_not_publish_all_blocks_is_waited_for_as_long_as_a_lease_lasts() -> None:
+    """By then the lease may be over, which nobody renews while the router hears nothing."""
 
     async def main(loop: VirtualLoop) -> None:
         network = Network(Undisturbed(), trace=lambda line: None)
-        node, server = SilentPrefill(), Server(Process("node"), network)
+        node, server = ScriptedPrefill(), Server(Process("node"), network)
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(node, cast(Any, server))
         channel = Channel(network, {"node": server}, Process("router"), "node")
         client = PrefillClient(cast(Any, channel), "node", lease_ttl=30.0, timeout=PATIENCE)
         events: Events = asyncio.Queue()
+        session = client.prefill("one", REQUEST, (), epoch=node.epoch, timeout=100.0, sink=events.put_nowait)
+        call = await soon(node.calls)
+        assert call.request.timeout_ms == 100_000
+        call.accept()
+        call.finish(token(7))
+        assert [type(await soon(events)) for _ in range(2)] == [PrefillAccepted, PrefillFinished]
         began = loop.time()
-        client.prefill("one", REQUEST, (), epoch=node.epoch, timeout=10.0, sink=events.put_nowait)
-        ended = await soon(events)
+        ended = await events.get()
         assert isinstance(ended, PrefillEnded) and isinstance(ended.error, DeadlineError)
-        assert loop.time() - began == pytest.approx(11.0, abs=0.1)
+        assert loop.time() - began == pytest.approx(30.0, abs=0.1)
+        session.close()
+        assert await soon(node.released) == "lease"
         await client.close()
-        assert [request.timeout_ms for request in node.requests] == [10_000], "the node is told the request's own time"
 
     run_virtual(main)
 
 
-@pytest.mark.parametrize("node_is_lost", [False, True])
-async def test_a_stream_is_ended_by_its_call_and_what_reads_it_reads_on(node_is_lost: bool) -> None:
-    """If the task that reads were cancelled, gRPC would lose the memory of a message that has just come: a hundred
-    bytes for each request, for ever."""
+async def test_all_requests_go_by_one_stream_and_each_has_its_events_in_order() -> None:
+    async with prefilling() as (node, client, session, events):
+        others: Events = asyncio.Queue()
+        other = client.prefill("two", REQUEST, (), epoch=node.epoch, timeout=PATIENCE, sink=others.put_nowait)
+        one, two = await soon(node.calls), await soon(node.calls)
+        assert one.updates is two.updates
+        for call in (two, one):
+            call.accept(call.request.request_id)
+        for num_blocks in (1, 2):
+            two.publish(num_blocks)
+        two.end()
+        one.publish(1)
+        assert [await soon(others) for _ in range(4)] == [
+            PrefillAccepted(),
+            PrefillProgress(1),
+            PrefillProgress(2),
+            PrefillEnded(None),
+        ]
+        assert [await soon(events), await soon(events)] == [PrefillAccepted(), PrefillProgress(1)]
+        other.close()
+        session.close()
+        assert [await soon(node.released), await soon(node.released)] == ["two", "one"]
+
+
+async def test_a_request_that_is_given_up_at_once_is_released_behind_it() -> None:
+    """Were it the other way round, the node would compute the prompt for nobody."""
+    async with prefilling() as (node, _, session, events):
+        session.close()
+        call = await soon(node.calls)
+        assert await soon(node.released) == "one"
+        assert call.over.is_set()
+        call.accept()
+        call.publish(1)
+        call.end()
+        session.close()
+    assert node.released.empty() and events.empty()
+
+
+async def test_a_stream_that_breaks_ends_its_requests_whose_leases_are_released_by_the_next_one() -> None:
     async with prefilling() as (node, client, session, events):
         call = await soon(node.calls)
         call.accept()
         assert await soon(events) == PrefillAccepted()
-        [reading] = client._tasks
-        call.publish(1)
-        if node_is_lost:
-            client.lose(UnavailableError("it is silent"))
-            assert isinstance(events.get_nowait(), PrefillEnded)
+        client.lose(UnavailableError("it is silent"))
+        ended = events.get_nowait()
+        assert isinstance(ended, PrefillEnded) and "it is silent" in str(ended.error)
+        async with asyncio.timeout(PATIENCE):
+            await call.over.wait()
         session.close()
-        assert not reading.done() and not reading.cancelling()
-        await asyncio.wait({reading}, timeout=PATIENCE)
-        assert reading.cancelled() and events.empty()
-        assert await soon(node.released) == ("lease",)
+        assert await soon(node.released) == "lease"
+        client.prefill("two", REQUEST, (), epoch=node.epoch, timeout=PATIENCE, sink=events.put_nowait).close()
+        assert (await soon(node.calls)).updates is not call.updates
 
 
-async def test_a_stream_that_has_ended_lets_go_of_its_prompt_though_its_session_goes_on() -> None:
-    """The session lasts as long as the output, which may take minutes."""
-    async with prefilling() as (node, _, session, events):
-        assert session._call is not None
-        prompt = weakref.ref(session._call)
-        call = await soon(node.calls)
-        call.accept()
-        call.end()
-        assert [await soon(events), await soon(events)] == [PrefillAccepted(), PrefillEnded(None)]
-        gc.collect()
-        assert prompt() is None and session.has_lease
-        session.close()
-
-
-async def test_a_stream_that_fails_unforeseen_is_ended(
+async def test_a_stream_that_fails_unforeseen_ends_its_requests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What waits for it would otherwise wait until the request's time is over."""
+    """What waits for them would otherwise wait until the requests' time is over."""
 
     def fail(message: object) -> None:
         raise ValueError("a fault of ours")
 
-    monkeypatch.setattr("router.relay.prefill_client._finished_from_wire", fail)
+    monkeypatch.setattr("router.relay.prefill_client._event_from_wire", fail)
     async with prefilling() as (node, _, session, events):
         call = await soon(node.calls)
         call.accept()
-        call.finish(token(7))
-        assert await soon(events) == PrefillAccepted()
         ended = await soon(events)
-        assert isinstance(ended, PrefillEnded) and str(ended.error) == "internal error"
-        assert session.has_ended and "a fault of ours" in caplog.text
+        assert isinstance(ended, PrefillEnded) and isinstance(ended.error, UnavailableError)
+        assert session.has_ended
         session.close()
-        assert await soon(node.released) == ("lease",)
+        assert await soon(node.released) == "lease"
+    assert "a fault of ours" in caplog.text
 
 
 class GarblingPrefill(ScriptedPrefill):
@@ -169,14 +184,16 @@ class GarblingPrefill(ScriptedPrefill):
 
     def attach(self, server: grpc.aio.Server) -> None:
         super().attach(server)
-        method = grpc.unary_stream_rpc_method_handler(
-            self._prefill, prefill_node_pb2.PrefillRequest.FromString, response_serializer=bytes
+        method = grpc.stream_stream_rpc_method_handler(
+            self._serve, prefill_node_pb2.PrefillCommand.FromString, response_serializer=bytes
         )
-        server.add_registered_method_handlers("kvrelay.v1.PrefillNode", {"Prefill": method})
+        server.add_registered_method_handlers("kvrelay.v1.PrefillNode", {"Serve": method})
 
-    async def _prefill(self, request: prefill_node_pb2.PrefillRequest, context: Context) -> AsyncIterator[bytes]:
-        async for event in self.Prefill(request, context):
-            yield b"\xff" if event.HasField("progress") else event.SerializeToString()
+    async def _serve(
+        self, commands: AsyncIterator[prefill_node_pb2.PrefillCommand], context: object
+    ) -> AsyncIterator[bytes]:
+        async for update in self.Serve(commands, context):
+            yield b"\xff" if update.events[0].HasField("progress") else update.SerializeToString()
 
 
 async def test_an_event_that_is_not_understood_is_no_end_by_which_all_blocks_are_published() -> None:

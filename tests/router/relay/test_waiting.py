@@ -185,7 +185,7 @@ async def test_without_any_decode_node_a_request_ends_with_one_error(
         assert logged.count(f"request {call.request.request_id}: {raised.value}") == 1
         with pytest.raises(StopAsyncIteration):
             await take(events)
-        assert await soon(nodes.prefill.released) == ("lease",)
+        assert await soon(nodes.prefill.released) == "lease"
         await call.over.wait()
         assert_idle(nodes)
 
