@@ -70,7 +70,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
 
 class FakePrefill(prefill_node_pb2_grpc.PrefillNodeServicer):
     async def Serve(
-        self, request_iterator: AsyncIterator[prefill_node_pb2.PrefillCommand], context: Any
+        self, request_iterator: AsyncIterator[prefill_node_pb2.PrefillCommands], context: Any
     ) -> AsyncIterator[prefill_node_pb2.PrefillUpdate]:
         stream = prefill_stream.RouterStream()
         reader = asyncio.create_task(self._run(request_iterator, stream))
@@ -86,22 +86,24 @@ class FakePrefill(prefill_node_pb2_grpc.PrefillNodeServicer):
         return prefill_node_pb2.RenewLeasesResponse()
 
     async def _run(
-        self, commands: AsyncIterator[prefill_node_pb2.PrefillCommand], stream: prefill_stream.RouterStream
+        self, messages: AsyncIterator[prefill_node_pb2.PrefillCommands], stream: prefill_stream.RouterStream
     ) -> None:
-        async for command in commands:
-            if command.HasField("prefill"):
-                num_blocks = num_blocks_for(len(command.prefill.prompt_token_ids), BLOCK_SIZE)
-                first = output_to_wire(TokenOutput(0, (FIRST_ID,)))
-                for event in (
-                    prefill_node_pb2.PrefillEvent(accepted=prefill_node_pb2.PrefillAccepted()),
-                    prefill_node_pb2.PrefillEvent(
-                        progress=prefill_node_pb2.PrefillProgress(num_published_blocks=num_blocks)
-                    ),
-                    prefill_node_pb2.PrefillEvent(finished=prefill_node_pb2.PrefillFinished(first_tokens=[first])),
-                    prefill_node_pb2.PrefillEvent(ended=prefill_node_pb2.PrefillEnded()),
-                ):
-                    event.request_id = command.prefill.request_id
-                    stream.send(event)
+        async for message in messages:
+            for command in message.commands:
+                if command.HasField("prefill"):
+                    self._prefill(command.prefill, stream)
+
+    def _prefill(self, prefill: prefill_node_pb2.PrefillRequest, stream: prefill_stream.RouterStream) -> None:
+        num_blocks = num_blocks_for(len(prefill.prompt_token_ids), BLOCK_SIZE)
+        first = output_to_wire(TokenOutput(0, (FIRST_ID,)))
+        for event in (
+            prefill_node_pb2.PrefillEvent(accepted=prefill_node_pb2.PrefillAccepted()),
+            prefill_node_pb2.PrefillEvent(progress=prefill_node_pb2.PrefillProgress(num_published_blocks=num_blocks)),
+            prefill_node_pb2.PrefillEvent(finished=prefill_node_pb2.PrefillFinished(first_tokens=[first])),
+            prefill_node_pb2.PrefillEvent(ended=prefill_node_pb2.PrefillEnded()),
+        ):
+            event.request_id = prefill.request_id
+            stream.send(event)
 
 
 class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
@@ -111,7 +113,7 @@ class FakeDecode(decode_node_pb2_grpc.DecodeNodeServicer):
         self._step = step
 
     async def Serve(
-        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: Any
+        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommands], context: Any
     ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
         steps = _Steps(RouterStream(), self._step)
         reader = asyncio.create_task(steps.run(request_iterator))
@@ -134,18 +136,19 @@ class _Steps:
         self._waiting: dict[str, int] = {}  # the same of requests whose first token comes from elsewhere
         self._due: float | None = None  # when the next step is, in loop time; None without requests
 
-    async def run(self, commands: AsyncIterator[decode_node_pb2.DecodeCommand]) -> None:
-        async for command in commands:
-            match command.WhichOneof("command"):
-                case "admit":
-                    self._admit(command.admit)
-                case "start":
-                    self._start(command.start.request_id)
-                case "abort":
-                    if command.abort.request_id in self._left:
-                        self._end(command.abort.request_id)
-                    elif self._waiting.pop(command.abort.request_id, None) is not None:
-                        self.stream.end(command.abort.request_id)
+    async def run(self, messages: AsyncIterator[decode_node_pb2.DecodeCommands]) -> None:
+        async for message in messages:
+            for command in message.commands:
+                match command.WhichOneof("command"):
+                    case "admit":
+                        self._admit(command.admit)
+                    case "start":
+                        self._start(command.start.request_id)
+                    case "abort":
+                        if command.abort.request_id in self._left:
+                            self._end(command.abort.request_id)
+                        elif self._waiting.pop(command.abort.request_id, None) is not None:
+                            self.stream.end(command.abort.request_id)
 
     def close(self) -> None:
         self._left.clear()

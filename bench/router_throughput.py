@@ -221,7 +221,7 @@ async def node_ttft(address: str, requests: int) -> float:
                     local_prefill=True,
                 )
                 started = time.monotonic()
-                await call.write(decode_node_pb2.DecodeCommand(admit=admit))
+                await call.write(decode_node_pb2.DecodeCommands(commands=[decode_node_pb2.DecodeCommand(admit=admit)]))
                 update = await call.read()
                 times.append(time.monotonic() - started)
                 while not _has_ended(update):  # both tokens may have come together

@@ -93,7 +93,7 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
     # -- the service -------------------------------------------------------------------------------------------------
 
     async def Serve(
-        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context
+        self, request_iterator: AsyncIterator[pb.DecodeCommands], context: Context
     ) -> AsyncIterator[pb.DecodeUpdate]:
         stream = RouterStream()
         self._streams.append(stream)
@@ -109,10 +109,11 @@ class DecodeService(decode_node_pb2_grpc.DecodeNodeServicer):
             for request_id in stream.request_ids:
                 self._abort(request_id)
 
-    async def _read(self, commands: AsyncIterator[pb.DecodeCommand], stream: RouterStream) -> None:
+    async def _read(self, messages: AsyncIterator[pb.DecodeCommands], stream: RouterStream) -> None:
         try:
-            async for command in commands:
-                self._handle(command, stream)
+            async for message in messages:
+                for command in message.commands:
+                    self._handle(command, stream)
         finally:
             stream.close()
 

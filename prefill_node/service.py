@@ -111,7 +111,7 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
     # -- the service -------------------------------------------------------------------------------------------------
 
     async def Serve(
-        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Context
+        self, request_iterator: AsyncIterator[pb.PrefillCommands], context: Context
     ) -> AsyncIterator[pb.PrefillUpdate]:
         stream = RouterStream()
         self._streams.append(stream)
@@ -131,16 +131,21 @@ class PrefillService(prefill_node_pb2_grpc.PrefillNodeServicer):
         unknown = self._leases.renew(request.lease_ids, _lease_seconds(request.ttl_ms))
         return pb.RenewLeasesResponse(unknown_lease_ids=unknown)
 
-    async def _read(self, commands: AsyncIterator[pb.PrefillCommand], stream: RouterStream) -> None:
+    async def _read(self, messages: AsyncIterator[pb.PrefillCommands], stream: RouterStream) -> None:
         try:
-            async for command in commands:
-                match command.WhichOneof("command"):
-                    case "prefill":
-                        self._begin(command.prefill, stream)
-                    case "release":
-                        self._release(command.release.request_id)
+            async for message in messages:
+                for command in message.commands:
+                    self._handle(command, stream)
         finally:
             stream.close()
+
+    def _handle(self, command: pb.PrefillCommand, stream: RouterStream) -> None:
+        """Handles one command without waiting, since the commands of all other requests come after it."""
+        match command.WhichOneof("command"):
+            case "prefill":
+                self._begin(command.prefill, stream)
+            case "release":
+                self._release(command.release.request_id)
 
     def _begin(self, message: pb.PrefillRequest, stream: RouterStream) -> None:
         request_id = message.request_id

@@ -25,39 +25,41 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/decode_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"\xce\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.AdmitH\x00\x12 \n\x04pull\x18\x02 \x01(\x0b\x32\x10.kvrelay.v1.PullH\x00\x12\"\n\x05start\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.StartH\x00\x12\"\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.AbortH\x00\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.FinishH\x00\x42\t\n\x07\x63ommand\"\xcc\x02\n\x05\x41\x64mit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x15\n\rlocal_prefill\x18\x06 \x01(\x08\x12\x1f\n\x17num_prior_output_tokens\x18\x07 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\x08 \x01(\r\x12(\n\x07sources\x18\t \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\x19\n\x11yields_to_decodes\x18\x0b \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\"r\n\x04Pull\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\r\n\x05\x65nded\x18\x05 \x01(\x08\"J\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\"-\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x64istrust\x18\x02 \x01(\x08\"+\n\x06\x46inish\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"7\n\x0c\x44\x65\x63odeUpdate\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.DecodeEvent\"\xf5\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AdmittedH\x00\x12\'\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x13.kvrelay.v1.KVReadyH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.TokenOutputH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.DecodeFailedH\x00\x12+\n\nkv_missing\x18\x07 \x01(\x0b\x32\x15.kvrelay.v1.KVMissingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x12\x35\n\x0fprompt_computed\x18\t \x01(\x0b\x32\x1a.kvrelay.v1.PromptComputedH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x06\x10\x07\"\x1c\n\x08\x41\x64mittedJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"[\n\x0ePromptComputed\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12(\n\x07\x66\x65tches\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.FetchReportJ\x04\x08\x02\x10\x03\"\'\n\tKVMissing\x12\x1a\n\x12num_missing_tokens\x18\x01 \x01(\r\"^\n\x07KVReady\x12\x1d\n\x15num_recomputed_tokens\x18\x03 \x01(\r\x12(\n\x07\x66\x65tches\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.FetchReportJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"0\n\x0c\x44\x65\x63odeFailed\x12\x0e\n\x06status\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\x32N\n\nDecodeNode\x12@\n\x05Serve\x12\x19.kvrelay.v1.DecodeCommand\x1a\x18.kvrelay.v1.DecodeUpdate(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/decode_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"=\n\x0e\x44\x65\x63odeCommands\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.DecodeCommand\"\xce\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.AdmitH\x00\x12 \n\x04pull\x18\x02 \x01(\x0b\x32\x10.kvrelay.v1.PullH\x00\x12\"\n\x05start\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.StartH\x00\x12\"\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.AbortH\x00\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.FinishH\x00\x42\t\n\x07\x63ommand\"\xcc\x02\n\x05\x41\x64mit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x15\n\rlocal_prefill\x18\x06 \x01(\x08\x12\x1f\n\x17num_prior_output_tokens\x18\x07 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\x08 \x01(\r\x12(\n\x07sources\x18\t \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\x19\n\x11yields_to_decodes\x18\x0b \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\"r\n\x04Pull\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KVSource\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\r\n\x05\x65nded\x18\x05 \x01(\x08\"J\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\"-\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x64istrust\x18\x02 \x01(\x08\"+\n\x06\x46inish\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"7\n\x0c\x44\x65\x63odeUpdate\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.DecodeEvent\"\xf5\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AdmittedH\x00\x12\'\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x13.kvrelay.v1.KVReadyH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.TokenOutputH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.DecodeFailedH\x00\x12+\n\nkv_missing\x18\x07 \x01(\x0b\x32\x15.kvrelay.v1.KVMissingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsH\x00\x12\x35\n\x0fprompt_computed\x18\t \x01(\x0b\x32\x1a.kvrelay.v1.PromptComputedH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x06\x10\x07\"\x1c\n\x08\x41\x64mittedJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"[\n\x0ePromptComputed\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12(\n\x07\x66\x65tches\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.FetchReportJ\x04\x08\x02\x10\x03\"\'\n\tKVMissing\x12\x1a\n\x12num_missing_tokens\x18\x01 \x01(\r\"^\n\x07KVReady\x12\x1d\n\x15num_recomputed_tokens\x18\x03 \x01(\r\x12(\n\x07\x66\x65tches\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.FetchReportJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"0\n\x0c\x44\x65\x63odeFailed\x12\x0e\n\x06status\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\x32O\n\nDecodeNode\x12\x41\n\x05Serve\x12\x1a.kvrelay.v1.DecodeCommands\x1a\x18.kvrelay.v1.DecodeUpdate(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.decode_node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECODECOMMAND']._serialized_start=70
-  _globals['_DECODECOMMAND']._serialized_end=276
-  _globals['_ADMIT']._serialized_start=279
-  _globals['_ADMIT']._serialized_end=611
-  _globals['_PULL']._serialized_start=613
-  _globals['_PULL']._serialized_end=727
-  _globals['_START']._serialized_start=729
-  _globals['_START']._serialized_end=803
-  _globals['_ABORT']._serialized_start=805
-  _globals['_ABORT']._serialized_end=850
-  _globals['_FINISH']._serialized_start=852
-  _globals['_FINISH']._serialized_end=895
-  _globals['_DECODEUPDATE']._serialized_start=897
-  _globals['_DECODEUPDATE']._serialized_end=952
-  _globals['_DECODEEVENT']._serialized_start=955
-  _globals['_DECODEEVENT']._serialized_end=1328
-  _globals['_ADMITTED']._serialized_start=1330
-  _globals['_ADMITTED']._serialized_end=1358
-  _globals['_PROMPTCOMPUTED']._serialized_start=1360
-  _globals['_PROMPTCOMPUTED']._serialized_end=1451
-  _globals['_KVMISSING']._serialized_start=1453
-  _globals['_KVMISSING']._serialized_end=1492
-  _globals['_KVREADY']._serialized_start=1494
-  _globals['_KVREADY']._serialized_end=1588
-  _globals['_DECODEFAILED']._serialized_start=1590
-  _globals['_DECODEFAILED']._serialized_end=1638
-  _globals['_DECODENODE']._serialized_start=1640
-  _globals['_DECODENODE']._serialized_end=1718
+  _globals['_DECODECOMMANDS']._serialized_start=69
+  _globals['_DECODECOMMANDS']._serialized_end=130
+  _globals['_DECODECOMMAND']._serialized_start=133
+  _globals['_DECODECOMMAND']._serialized_end=339
+  _globals['_ADMIT']._serialized_start=342
+  _globals['_ADMIT']._serialized_end=674
+  _globals['_PULL']._serialized_start=676
+  _globals['_PULL']._serialized_end=790
+  _globals['_START']._serialized_start=792
+  _globals['_START']._serialized_end=866
+  _globals['_ABORT']._serialized_start=868
+  _globals['_ABORT']._serialized_end=913
+  _globals['_FINISH']._serialized_start=915
+  _globals['_FINISH']._serialized_end=958
+  _globals['_DECODEUPDATE']._serialized_start=960
+  _globals['_DECODEUPDATE']._serialized_end=1015
+  _globals['_DECODEEVENT']._serialized_start=1018
+  _globals['_DECODEEVENT']._serialized_end=1391
+  _globals['_ADMITTED']._serialized_start=1393
+  _globals['_ADMITTED']._serialized_end=1421
+  _globals['_PROMPTCOMPUTED']._serialized_start=1423
+  _globals['_PROMPTCOMPUTED']._serialized_end=1514
+  _globals['_KVMISSING']._serialized_start=1516
+  _globals['_KVMISSING']._serialized_end=1555
+  _globals['_KVREADY']._serialized_start=1557
+  _globals['_KVREADY']._serialized_end=1651
+  _globals['_DECODEFAILED']._serialized_start=1653
+  _globals['_DECODEFAILED']._serialized_end=1701
+  _globals['_DECODENODE']._serialized_start=1703
+  _globals['_DECODENODE']._serialized_end=1782
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,24 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class DecodeCommands(google.protobuf.message.Message):
+    """In the order in which they were given."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: builtins.int
+    @property
+    def commands(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DecodeCommand]: ...
+    def __init__(
+        self,
+        *,
+        commands: collections.abc.Iterable[global___DecodeCommand] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commands", b"commands"]) -> None: ...
+
+global___DecodeCommands = DecodeCommands
+
+@typing.final
 class DecodeCommand(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -36,7 +36,7 @@ class DecodeNodeStub(object):
         """
         self.Serve = channel.stream_stream(
                 '/kvrelay.v1.DecodeNode/Serve',
-                request_serializer=kvrelay_dot_v1_dot_decode__node__pb2.DecodeCommand.SerializeToString,
+                request_serializer=kvrelay_dot_v1_dot_decode__node__pb2.DecodeCommands.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_decode__node__pb2.DecodeUpdate.FromString,
                 _registered_method=True)
 
@@ -56,7 +56,7 @@ def add_DecodeNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Serve': grpc.stream_stream_rpc_method_handler(
                     servicer.Serve,
-                    request_deserializer=kvrelay_dot_v1_dot_decode__node__pb2.DecodeCommand.FromString,
+                    request_deserializer=kvrelay_dot_v1_dot_decode__node__pb2.DecodeCommands.FromString,
                     response_serializer=kvrelay_dot_v1_dot_decode__node__pb2.DecodeUpdate.SerializeToString,
             ),
     }
@@ -85,7 +85,7 @@ class DecodeNode(object):
             request_iterator,
             target,
             '/kvrelay.v1.DecodeNode/Serve',
-            kvrelay_dot_v1_dot_decode__node__pb2.DecodeCommand.SerializeToString,
+            kvrelay_dot_v1_dot_decode__node__pb2.DecodeCommands.SerializeToString,
             kvrelay_dot_v1_dot_decode__node__pb2.DecodeUpdate.FromString,
             options,
             channel_credentials,

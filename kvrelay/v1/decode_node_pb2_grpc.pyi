@@ -20,14 +20,14 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class DecodeNodeStub:
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Serve: grpc.StreamStreamMultiCallable[
-        kvrelay.v1.decode_node_pb2.DecodeCommand,
+        kvrelay.v1.decode_node_pb2.DecodeCommands,
         kvrelay.v1.decode_node_pb2.DecodeUpdate,
     ]
     """The stream ends with its router: when it breaks, every request it carried is aborted."""
 
 class DecodeNodeAsyncStub:
     Serve: grpc.aio.StreamStreamMultiCallable[
-        kvrelay.v1.decode_node_pb2.DecodeCommand,
+        kvrelay.v1.decode_node_pb2.DecodeCommands,
         kvrelay.v1.decode_node_pb2.DecodeUpdate,
     ]
     """The stream ends with its router: when it breaks, every request it carried is aborted."""
@@ -36,7 +36,7 @@ class DecodeNodeServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Serve(
         self,
-        request_iterator: _MaybeAsyncIterator[kvrelay.v1.decode_node_pb2.DecodeCommand],
+        request_iterator: _MaybeAsyncIterator[kvrelay.v1.decode_node_pb2.DecodeCommands],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.decode_node_pb2.DecodeUpdate], collections.abc.AsyncIterator[kvrelay.v1.decode_node_pb2.DecodeUpdate]]:
         """The stream ends with its router: when it breaks, every request it carried is aborted."""

@@ -25,37 +25,39 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/prefill_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"r\n\x0ePrefillCommand\x12-\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillRequestH\x00\x12&\n\x07release\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.ReleaseH\x00\x42\t\n\x07\x63ommand\"\xb9\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x14\n\x0clease_ttl_ms\x18\x05 \x01(\x04\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12(\n\x07sources\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x1f\n\x17num_prior_output_tokens\x18\x08 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\t \x01(\r\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"9\n\rPrefillUpdate\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.PrefillEvent\"\x96\x02\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillAcceptedH\x00\x12/\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillProgressH\x00\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillFinishedH\x00\x12)\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.PrefillEndedH\x00\x12+\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x19.kvrelay.v1.PrefillFailedH\x00\x42\x07\n\x05\x65vent\"\x11\n\x0fPrefillAccepted\"/\n\x0fPrefillProgress\x12\x1c\n\x14num_published_blocks\x18\x01 \x01(\r\"\xc6\x01\n\x0fPrefillFinished\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12(\n\x07\x66\x65tches\x18\x05 \x01(\x0b\x32\x17.kvrelay.v1.FetchReport\x12\x33\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsJ\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05\"\x0e\n\x0cPrefillEnded\"\x1f\n\rPrefillFailed\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"7\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"0\n\x13RenewLeasesResponse\x12\x19\n\x11unknown_lease_ids\x18\x01 \x03(\t2\xa1\x01\n\x0bPrefillNode\x12\x42\n\x05Serve\x12\x1a.kvrelay.v1.PrefillCommand\x1a\x19.kvrelay.v1.PrefillUpdate(\x01\x30\x01\x12N\n\x0bRenewLeases\x12\x1e.kvrelay.v1.RenewLeasesRequest\x1a\x1f.kvrelay.v1.RenewLeasesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/prefill_node.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\"?\n\x0fPrefillCommands\x12,\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1a.kvrelay.v1.PrefillCommand\"r\n\x0ePrefillCommand\x12-\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillRequestH\x00\x12&\n\x07release\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.ReleaseH\x00\x42\t\n\x07\x63ommand\"\xb9\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x33\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x14\n\x0clease_ttl_ms\x18\x05 \x01(\x04\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12(\n\x07sources\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.BlockSource\x12\x1f\n\x17num_prior_output_tokens\x18\x08 \x01(\r\x12\x1a\n\x12\x66irst_choice_index\x18\t \x01(\r\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"9\n\rPrefillUpdate\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.PrefillEvent\"\x96\x02\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillAcceptedH\x00\x12/\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillProgressH\x00\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1b.kvrelay.v1.PrefillFinishedH\x00\x12)\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.PrefillEndedH\x00\x12+\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x19.kvrelay.v1.PrefillFailedH\x00\x42\x07\n\x05\x65vent\"\x11\n\x0fPrefillAccepted\"/\n\x0fPrefillProgress\x12\x1c\n\x14num_published_blocks\x18\x01 \x01(\r\"\xc6\x01\n\x0fPrefillFinished\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12(\n\x07\x66\x65tches\x18\x05 \x01(\x0b\x32\x17.kvrelay.v1.FetchReport\x12\x33\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.PromptLogprobsJ\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05\"\x0e\n\x0cPrefillEnded\"\x1f\n\rPrefillFailed\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"7\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"0\n\x13RenewLeasesResponse\x12\x19\n\x11unknown_lease_ids\x18\x01 \x03(\t2\xa2\x01\n\x0bPrefillNode\x12\x43\n\x05Serve\x12\x1b.kvrelay.v1.PrefillCommands\x1a\x19.kvrelay.v1.PrefillUpdate(\x01\x30\x01\x12N\n\x0bRenewLeases\x12\x1e.kvrelay.v1.RenewLeasesRequest\x1a\x1f.kvrelay.v1.RenewLeasesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.prefill_node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLCOMMAND']._serialized_start=70
-  _globals['_PREFILLCOMMAND']._serialized_end=184
-  _globals['_PREFILLREQUEST']._serialized_start=187
-  _globals['_PREFILLREQUEST']._serialized_end=500
-  _globals['_RELEASE']._serialized_start=502
-  _globals['_RELEASE']._serialized_end=531
-  _globals['_PREFILLUPDATE']._serialized_start=533
-  _globals['_PREFILLUPDATE']._serialized_end=590
-  _globals['_PREFILLEVENT']._serialized_start=593
-  _globals['_PREFILLEVENT']._serialized_end=871
-  _globals['_PREFILLACCEPTED']._serialized_start=873
-  _globals['_PREFILLACCEPTED']._serialized_end=890
-  _globals['_PREFILLPROGRESS']._serialized_start=892
-  _globals['_PREFILLPROGRESS']._serialized_end=939
-  _globals['_PREFILLFINISHED']._serialized_start=942
-  _globals['_PREFILLFINISHED']._serialized_end=1140
-  _globals['_PREFILLENDED']._serialized_start=1142
-  _globals['_PREFILLENDED']._serialized_end=1156
-  _globals['_PREFILLFAILED']._serialized_start=1158
-  _globals['_PREFILLFAILED']._serialized_end=1189
-  _globals['_RENEWLEASESREQUEST']._serialized_start=1191
-  _globals['_RENEWLEASESREQUEST']._serialized_end=1246
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=1248
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=1296
-  _globals['_PREFILLNODE']._serialized_start=1299
-  _globals['_PREFILLNODE']._serialized_end=1460
+  _globals['_PREFILLCOMMANDS']._serialized_start=70
+  _globals['_PREFILLCOMMANDS']._serialized_end=133
+  _globals['_PREFILLCOMMAND']._serialized_start=135
+  _globals['_PREFILLCOMMAND']._serialized_end=249
+  _globals['_PREFILLREQUEST']._serialized_start=252
+  _globals['_PREFILLREQUEST']._serialized_end=565
+  _globals['_RELEASE']._serialized_start=567
+  _globals['_RELEASE']._serialized_end=596
+  _globals['_PREFILLUPDATE']._serialized_start=598
+  _globals['_PREFILLUPDATE']._serialized_end=655
+  _globals['_PREFILLEVENT']._serialized_start=658
+  _globals['_PREFILLEVENT']._serialized_end=936
+  _globals['_PREFILLACCEPTED']._serialized_start=938
+  _globals['_PREFILLACCEPTED']._serialized_end=955
+  _globals['_PREFILLPROGRESS']._serialized_start=957
+  _globals['_PREFILLPROGRESS']._serialized_end=1004
+  _globals['_PREFILLFINISHED']._serialized_start=1007
+  _globals['_PREFILLFINISHED']._serialized_end=1205
+  _globals['_PREFILLENDED']._serialized_start=1207
+  _globals['_PREFILLENDED']._serialized_end=1221
+  _globals['_PREFILLFAILED']._serialized_start=1223
+  _globals['_PREFILLFAILED']._serialized_end=1254
+  _globals['_RENEWLEASESREQUEST']._serialized_start=1256
+  _globals['_RENEWLEASESREQUEST']._serialized_end=1311
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=1313
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=1361
+  _globals['_PREFILLNODE']._serialized_start=1364
+  _globals['_PREFILLNODE']._serialized_end=1526
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,24 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class PrefillCommands(google.protobuf.message.Message):
+    """In the order in which they were given."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: builtins.int
+    @property
+    def commands(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PrefillCommand]: ...
+    def __init__(
+        self,
+        *,
+        commands: collections.abc.Iterable[global___PrefillCommand] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commands", b"commands"]) -> None: ...
+
+global___PrefillCommands = PrefillCommands
+
+@typing.final
 class PrefillCommand(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

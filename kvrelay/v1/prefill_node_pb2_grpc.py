@@ -36,7 +36,7 @@ class PrefillNodeStub(object):
         """
         self.Serve = channel.stream_stream(
                 '/kvrelay.v1.PrefillNode/Serve',
-                request_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommand.SerializeToString,
+                request_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommands.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillUpdate.FromString,
                 _registered_method=True)
         self.RenewLeases = channel.unary_unary(
@@ -68,7 +68,7 @@ def add_PrefillNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Serve': grpc.stream_stream_rpc_method_handler(
                     servicer.Serve,
-                    request_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommand.FromString,
+                    request_deserializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommands.FromString,
                     response_serializer=kvrelay_dot_v1_dot_prefill__node__pb2.PrefillUpdate.SerializeToString,
             ),
             'RenewLeases': grpc.unary_unary_rpc_method_handler(
@@ -102,7 +102,7 @@ class PrefillNode(object):
             request_iterator,
             target,
             '/kvrelay.v1.PrefillNode/Serve',
-            kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommand.SerializeToString,
+            kvrelay_dot_v1_dot_prefill__node__pb2.PrefillCommands.SerializeToString,
             kvrelay_dot_v1_dot_prefill__node__pb2.PrefillUpdate.FromString,
             options,
             channel_credentials,

@@ -20,7 +20,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class PrefillNodeStub:
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Serve: grpc.StreamStreamMultiCallable[
-        kvrelay.v1.prefill_node_pb2.PrefillCommand,
+        kvrelay.v1.prefill_node_pb2.PrefillCommands,
         kvrelay.v1.prefill_node_pb2.PrefillUpdate,
     ]
     """The stream ends with its router: when it breaks, what it carried is aborted, except that leases of finished prompts go on."""
@@ -33,7 +33,7 @@ class PrefillNodeStub:
 
 class PrefillNodeAsyncStub:
     Serve: grpc.aio.StreamStreamMultiCallable[
-        kvrelay.v1.prefill_node_pb2.PrefillCommand,
+        kvrelay.v1.prefill_node_pb2.PrefillCommands,
         kvrelay.v1.prefill_node_pb2.PrefillUpdate,
     ]
     """The stream ends with its router: when it breaks, what it carried is aborted, except that leases of finished prompts go on."""
@@ -48,7 +48,7 @@ class PrefillNodeServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Serve(
         self,
-        request_iterator: _MaybeAsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillCommand],
+        request_iterator: _MaybeAsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillCommands],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvrelay.v1.prefill_node_pb2.PrefillUpdate], collections.abc.AsyncIterator[kvrelay.v1.prefill_node_pb2.PrefillUpdate]]:
         """The stream ends with its router: when it breaks, what it carried is aborted, except that leases of finished prompts go on."""

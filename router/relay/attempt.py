@@ -22,7 +22,7 @@ another one. If P, or the node of a refill, has failed because its logits are no
 be why. That fails the attempt, too, and D is told to distrust that KV when it is told to abort the request, before it
 hears of another attempt.
 
-Invariant: once an attempt is closed, D is done with the request or was told to abort it, P and the node of a refill
+Invariant: once an attempt is closed, D is done with the request or was told to abort it, and P and the node of a refill
 were told to release their leases. Nothing here waits, so no cancellation can interrupt it.
 """
 

@@ -154,6 +154,7 @@ class DecodeClient:
             self._stream = NodeStream(
                 self._stub.Serve,
                 self._name,
+                message_of=lambda commands: pb.DecodeCommands(commands=commands),
                 event_from_wire=_event_from_wire,
                 failed=DecodeFailed,
                 is_last=lambda event: isinstance(event, DecodeFailed),

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from kvrelay.core.errors import KVRelayError, UnavailableError
+from kvrelay.core.rpc.chunks import chunks
 from kvrelay.core.rpc.connections import understood
 from kvrelay.core.rpc.errors import error_from_rpc
 from kvrelay.core.tasks import begin_task, end_tasks
@@ -26,6 +27,12 @@ _EVENTS_PER_SECOND = 5_000
 _MOST_EVENTS_PER_TURN = 128
 
 
+class _Command(Protocol):
+    """A command to a node, as it is sent."""
+
+    def ByteSize(self) -> int: ...
+
+
 class _Message(Protocol):
     """An event as it was received."""
 
@@ -35,7 +42,8 @@ class _Message(Protocol):
 
 _MessageT = TypeVar("_MessageT", bound=_Message)
 _MessageT_co = TypeVar("_MessageT_co", bound=_Message, covariant=True)
-_CommandT = TypeVar("_CommandT")
+_CommandT = TypeVar("_CommandT", bound=_Command)
+_CommandsT = TypeVar("_CommandsT")
 _EventT = TypeVar("_EventT")
 
 
@@ -57,14 +65,18 @@ class _Call(Protocol[_MessageT_co]):
 class NodeStream(Generic[_CommandT, _MessageT, _EventT]):
     """One `Serve` call, from its opening until it breaks. `name` is what logs and errors call the node.
 
+    `message_of` makes a message to the node of the commands of one turn of the loop, or of those that were given while
+    another message was being written.
+
     `event_from_wire` returns what a sink gets for a message, None if it is of a newer protocol, and raises KVRelayError
     if it breaks the protocol. `failed` makes the last event of a session from an error; `is_last` tells such events."""
 
     def __init__(
         self,
-        serve: Callable[[AsyncIterator[_CommandT]], _Call[_MessageT]],
+        serve: Callable[[AsyncIterator[_CommandsT]], _Call[_MessageT]],
         name: str,
         *,
+        message_of: Callable[[list[_CommandT]], _CommandsT],
         event_from_wire: Callable[[_MessageT], _EventT | None],
         failed: Callable[[KVRelayError], _EventT],
         is_last: Callable[[_EventT], bool],
@@ -75,8 +87,10 @@ class NodeStream(Generic[_CommandT, _MessageT, _EventT]):
         self._failed = failed
         self._is_last = is_last
         self._sinks: dict[str, Callable[[_EventT], None]] = {}
-        self._commands: asyncio.Queue[_CommandT | None] = asyncio.Queue()  # None ends the call's requests
-        self._call = serve(self._outgoing())
+        self._commands: list[_CommandT] = []  # to be sent
+        self._wake = asyncio.Event()  # there are some, or there will be no more
+        self._has_all_commands = False
+        self._call = serve(self._outgoing(message_of))
         self._task = begin_task(self._read(), name=f"stream to {name}")
 
     def add(self, wire_id: str, sink: Callable[[_EventT], None]) -> None:
@@ -91,7 +105,8 @@ class NodeStream(Generic[_CommandT, _MessageT, _EventT]):
         """Queues a command for the node; drops it if the stream has broken. The queue needs no bound, because a request
         sends a few commands and one for each chunk of its prefill, and the number of requests is bounded."""
         if not self.broken:
-            self._commands.put_nowait(command)
+            self._commands.append(command)
+            self._wake.set()
 
     def lose(self, error: KVRelayError) -> None:
         """Fails all sessions at once and cancels the call, so that the node, once it can, aborts their requests."""
@@ -102,13 +117,21 @@ class NodeStream(Generic[_CommandT, _MessageT, _EventT]):
     async def close(self, *, timeout: float = 0.0) -> None:
         """Ends the call, when the node has read all commands, but at most `timeout` seconds from now. Called when all
         sessions are closed."""
-        self._commands.put_nowait(None)
+        self._end_commands()
         await asyncio.wait([self._task], timeout=timeout)
         await end_tasks(self._task)
 
-    async def _outgoing(self) -> AsyncIterator[_CommandT]:
-        while (command := await self._commands.get()) is not None:
-            yield command
+    async def _outgoing(self, message_of: Callable[[list[_CommandT]], _CommandsT]) -> AsyncIterator[_CommandsT]:
+        while self._commands or not self._has_all_commands:
+            await self._wake.wait()
+            self._wake.clear()
+            commands, self._commands = self._commands, []
+            for chunk in chunks(commands):
+                yield message_of(chunk)
+
+    def _end_commands(self) -> None:
+        self._has_all_commands = True
+        self._wake.set()
 
     async def _read(self) -> None:
         error: KVRelayError = UnavailableError(f"{self._name} has closed its stream")
@@ -148,7 +171,8 @@ class NodeStream(Generic[_CommandT, _MessageT, _EventT]):
 
     def _break(self, error: KVRelayError) -> None:
         self.broken = True
-        self._commands.put_nowait(None)  # gRPC leaves `_outgoing` waiting when a call ends by itself
+        self._commands.clear()
+        self._end_commands()  # gRPC leaves `_outgoing` waiting when a call ends by itself
         sinks, self._sinks = self._sinks, {}
         if sinks:
             _logger.warning("%s; %d requests were on it", error, len(sinks))

@@ -205,6 +205,7 @@ class PrefillClient:
             self._stream = NodeStream(
                 self._stub.Serve,
                 self.name,
+                message_of=lambda commands: pb.PrefillCommands(commands=commands),
                 event_from_wire=_event_from_wire,
                 failed=PrefillEnded,
                 is_last=lambda event: isinstance(event, PrefillEnded),

@@ -356,11 +356,10 @@ def test_ctrl_c_ends_a_script_with_its_status(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_the_fake_node_keeps_its_pace_while_requests_arrive() -> None:
-    def admit(request_id: str, max_tokens: int) -> decode_node_pb2.DecodeCommand:
+    def admit(request_id: str, max_tokens: int) -> decode_node_pb2.DecodeCommands:
         params = common_pb2.SamplingParams(n=1, max_tokens=max_tokens)
-        return decode_node_pb2.DecodeCommand(
-            admit=decode_node_pb2.Admit(request_id=request_id, sampling_params=params, local_prefill=True)
-        )
+        message = decode_node_pb2.Admit(request_id=request_id, sampling_params=params, local_prefill=True)
+        return decode_node_pb2.DecodeCommands(commands=[decode_node_pb2.DecodeCommand(admit=message)])
 
     arguments = ["-m", "bench.fake_node", "--role", "decode", "--vocab-size", "2048", "--step-ms", "50"]
     with child("the fake node", arguments) as node:

@@ -44,8 +44,8 @@ async def run(service: PrefillService, request: pb.PrefillRequest) -> AsyncGener
     """Yields the events of a request but for the last. Raises its error, and UnavailableError if the node ends the
     stream before the request. When closed, ends the stream."""
 
-    async def commands() -> AsyncIterator[pb.PrefillCommand]:
-        yield pb.PrefillCommand(prefill=request)
+    async def commands() -> AsyncIterator[pb.PrefillCommands]:
+        yield pb.PrefillCommands(commands=[pb.PrefillCommand(prefill=request)])
         await asyncio.Event().wait()
 
     async with aclosing(cast(Any, service.Serve(commands(), NO_CONTEXT))) as updates:
@@ -64,9 +64,8 @@ def release_command(request_id: str) -> pb.PrefillCommand:
 
 
 async def release(service: PrefillService, *request_ids: str) -> None:
-    async def commands() -> AsyncIterator[pb.PrefillCommand]:
-        for request_id in request_ids:
-            yield release_command(request_id)
+    async def commands() -> AsyncIterator[pb.PrefillCommands]:
+        yield pb.PrefillCommands(commands=map(release_command, request_ids))
 
     async for _ in service.Serve(commands(), NO_CONTEXT):
         raise AssertionError("a release has no answer")

@@ -1,10 +1,11 @@
 """A router's end of its stream to a node, and the commands that it sends to a decode node."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from decode_node.service import DecodeService
 from kvrelay.core.errors import KVRelayError
 from kvrelay.core.generation.outputs import TokenOutput
 from kvrelay.core.generation.sampling_params import SamplingParams
@@ -31,6 +32,10 @@ def start(request_id: str, outputs: Sequence[TokenOutput]) -> pb.DecodeCommand:
     return pb.DecodeCommand(start=pb.Start(request_id=request_id, first_tokens=map(output_to_wire, outputs)))
 
 
+def together(*commands: pb.DecodeCommand) -> pb.DecodeCommands:
+    return pb.DecodeCommands(commands=commands)
+
+
 def failure(event: pb.DecodeEvent) -> KVRelayError:
     """Returns the error with which the request of this event has failed."""
     assert event.HasField("failed"), event
@@ -38,7 +43,8 @@ def failure(event: pb.DecodeEvent) -> KVRelayError:
 
 
 _CommandT = TypeVar("_CommandT")
-_CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
+_CommandsT = TypeVar("_CommandsT")
+_CommandsT_contra = TypeVar("_CommandsT_contra", contravariant=True)
 _EventT = TypeVar("_EventT")
 _EventT_co = TypeVar("_EventT_co", covariant=True)
 
@@ -48,18 +54,21 @@ class _Update(Protocol[_EventT_co]):
     def events(self) -> Iterable[_EventT_co]: ...
 
 
-class _Service(Protocol[_CommandT_contra, _EventT_co]):
+class _Service(Protocol[_CommandsT_contra, _EventT_co]):
     """A decode service or a prefill service."""
 
     def Serve(
-        self, request_iterator: AsyncIterator[_CommandT_contra], context: Context
+        self, request_iterator: AsyncIterator[_CommandsT_contra], context: Context
     ) -> AsyncIterator[_Update[_EventT_co]]: ...
 
 
-class Router(Generic[_CommandT, _EventT]):
-    """The router's end of the stream."""
+class RouterEnd(Generic[_CommandT, _CommandsT, _EventT]):
+    """The router's end of the stream. Commands travel one by one."""
 
-    def __init__(self, service: _Service[_CommandT, _EventT]) -> None:
+    def __init__(
+        self, service: _Service[_CommandsT, _EventT], message_of: Callable[[list[_CommandT]], _CommandsT]
+    ) -> None:
+        self._message_of = message_of
         self._commands: asyncio.Queue[_CommandT | asyncio.Event | None] = asyncio.Queue()
         self._events: asyncio.Queue[_EventT] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(service))
@@ -91,13 +100,13 @@ class Router(Generic[_CommandT, _EventT]):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, service: _Service[_CommandT, _EventT]) -> None:
+    async def _run(self, service: _Service[_CommandsT, _EventT]) -> None:
         async with aclosing(cast(Any, service.Serve(self._outgoing(), _NO_CONTEXT))) as updates:
             async for update in updates:
                 for event in update.events:
                     self._events.put_nowait(event)
 
-    async def _outgoing(self) -> AsyncIterator[_CommandT]:
+    async def _outgoing(self) -> AsyncIterator[_CommandsT]:
         while True:
             command = await self._commands.get()
             if command is None:
@@ -105,4 +114,11 @@ class Router(Generic[_CommandT, _EventT]):
             if isinstance(command, asyncio.Event):
                 command.set()
             else:
-                yield command
+                yield self._message_of([command])
+
+
+class Router(RouterEnd[pb.DecodeCommand, pb.DecodeCommands, pb.DecodeEvent]):
+    """The router's end of a stream to a decode node."""
+
+    def __init__(self, service: DecodeService) -> None:
+        super().__init__(service, lambda commands: pb.DecodeCommands(commands=commands))

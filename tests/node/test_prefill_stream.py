@@ -15,9 +15,14 @@ from prefill_node.router_stream import RouterStream
 from prefill_node.service import PrefillService
 from tests.node.fake_node import GatedRunner, make_node, serving
 from tests.node.prefill_calls import PATIENCE, PROMPT, prefill_command, release_command
-from tests.node.router_end import Router
+from tests.node.router_end import RouterEnd
 
-PrefillRouter = Router[pb.PrefillCommand, pb.PrefillEvent]
+
+class PrefillRouter(RouterEnd[pb.PrefillCommand, pb.PrefillCommands, pb.PrefillEvent]):
+    """The router's end of the stream."""
+
+    def __init__(self, service: PrefillService) -> None:
+        super().__init__(service, lambda commands: pb.PrefillCommands(commands=commands))
 
 
 class HeldUpConnector(InProcessConnector):

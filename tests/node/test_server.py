@@ -20,7 +20,7 @@ from kvrelay.v1 import decode_node_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.chaos.proxy import Proxy
 from tests.node.fake_node import make_node
 from tests.node.health import health_of
-from tests.node.router_end import admit, failure
+from tests.node.router_end import admit, failure, together
 
 PATIENCE = 10.0
 
@@ -54,7 +54,7 @@ async def test_a_node_lets_go_of_what_a_router_holds_that_answers_nothing_any_mo
             stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
             call = stub.Serve()
             async with asyncio.timeout(PATIENCE):
-                await call.write(admit("a"))
+                await call.write(together(admit("a")))
                 await call.read()
                 assert node.activity
                 proxy.silence()
@@ -78,9 +78,9 @@ async def test_a_decode_node_lets_go_of_what_a_router_holds_beyond_the_time_of_i
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(PATIENCE):
             stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
             call = stub.Serve()
-            await call.write(command)
+            await call.write(together(command))
             if misses == "first tokens":
-                await call.write(pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True)))
+                await call.write(together(pb.DecodeCommand(pull=pb.Pull(request_id="a", final=True))))
             events: list[pb.DecodeEvent] = []
             while not (events and events[-1].HasField("failed")):
                 update = await call.read()
@@ -97,7 +97,7 @@ async def test_a_decode_node_lets_go_of_what_a_router_holds_beyond_the_time_of_i
 @pytest.mark.parametrize(
     ("command", "code", "details"),
     [
-        (pb.DecodeCommand(pull=pb.Pull(request_id="b")).SerializeToString(), "INTERNAL", "internal error"),
+        (together(pb.DecodeCommand(pull=pb.Pull(request_id="b"))).SerializeToString(), "INTERNAL", "internal error"),
         (b"\xff", "INVALID_ARGUMENT", "the request is not the protobuf message that this method takes"),
     ],
 )
@@ -116,7 +116,7 @@ async def test_a_router_is_told_what_ends_its_stream_and_so_is_the_log(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(PATIENCE):
             call: Any = channel.stream_stream("/kvrelay.v1.DecodeNode/Serve")()  # of bytes
-            await call.write(admit("a").SerializeToString())
+            await call.write(together(admit("a")).SerializeToString())
             await call.read()
             await call.write(command)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -140,7 +140,7 @@ async def test_closing_ends_every_stream_at_once_and_leaves_nothing(monkeypatch:
         health: Any = health_pb2_grpc.HealthStub(channel)
         watching_health = health.Watch(health_pb2.HealthCheckRequest())
         async with asyncio.timeout(PATIENCE):
-            await serving.write(admit("a"))
+            await serving.write(together(admit("a")))
             await serving.read()
             await watching.read()
             await watching_health.read()

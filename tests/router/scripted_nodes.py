@@ -202,7 +202,7 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
         prefill_node_pb2_grpc.add_PrefillNodeServicer_to_server(self, server)
 
     async def Serve(
-        self, request_iterator: AsyncIterator[prefill_node_pb2.PrefillCommand], context: object
+        self, request_iterator: AsyncIterator[prefill_node_pb2.PrefillCommands], context: object
     ) -> AsyncIterator[prefill_node_pb2.PrefillUpdate]:
         updates: asyncio.Queue[prefill_node_pb2.PrefillUpdate | None] = asyncio.Queue()
         self._streams.append(updates)
@@ -218,20 +218,21 @@ class ScriptedPrefill(ScriptedNode, prefill_node_pb2_grpc.PrefillNodeServicer):
 
     async def _read(
         self,
-        commands: AsyncIterator[prefill_node_pb2.PrefillCommand],
+        messages: AsyncIterator[prefill_node_pb2.PrefillCommands],
         updates: asyncio.Queue[prefill_node_pb2.PrefillUpdate | None],
     ) -> None:
-        async for command in commands:
-            if command.HasField("prefill"):
-                assert command.prefill.epoch == self.epoch
-                call = PrefillCall(command.prefill, updates, command.prefill.request_id)
-                self._calls[command.prefill.request_id] = call
-                self.calls.put_nowait(call)
-            else:
-                request_id = command.release.request_id
-                self.released.put_nowait(self._name(request_id))
-                if request_id in self._calls:
-                    self._calls[request_id].over.set()
+        async for message in messages:
+            for command in message.commands:
+                if command.HasField("prefill"):
+                    assert command.prefill.epoch == self.epoch
+                    call = PrefillCall(command.prefill, updates, command.prefill.request_id)
+                    self._calls[command.prefill.request_id] = call
+                    self.calls.put_nowait(call)
+                else:
+                    request_id = command.release.request_id
+                    self.released.put_nowait(self._name(request_id))
+                    if request_id in self._calls:
+                        self._calls[request_id].over.set()
         updates.put_nowait(None)
 
     def end_streams(self) -> None:
@@ -269,7 +270,7 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         decode_node_pb2_grpc.add_DecodeNodeServicer_to_server(self, server)
 
     async def Serve(
-        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: object
+        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommands], context: object
     ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
         self.num_streams += 1
         reader = asyncio.create_task(self._read(request_iterator))
@@ -279,9 +280,10 @@ class ScriptedDecode(ScriptedNode, decode_node_pb2_grpc.DecodeNodeServicer):
         finally:
             reader.cancel()
 
-    async def _read(self, commands: AsyncIterator[decode_node_pb2.DecodeCommand]) -> None:
-        async for command in commands:
-            self.commands.put_nowait(command)
+    async def _read(self, messages: AsyncIterator[decode_node_pb2.DecodeCommands]) -> None:
+        async for message in messages:
+            for command in message.commands:
+                self.commands.put_nowait(command)
 
     async def admit(self) -> decode_node_pb2.Admit:
         admit = (await self._next("admit")).admit

@@ -45,7 +45,7 @@ from tests.simulation.seeds import run_seed
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_SEEDS = 200
-_MOST_SEEDS_TO_FIND = 300  # a link is tried, and nothing heard of it, in one run of 150
+_MOST_SEEDS_TO_FIND = 400  # a link is tried, and nothing heard of it, in one run of 200
 
 
 def _simulate(*arguments: str) -> str:

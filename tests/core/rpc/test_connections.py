@@ -183,7 +183,7 @@ async def test_an_error_in_a_bidirectional_stream_keeps_its_status() -> None:
     async with serving(FailingRouter(None)) as channel:
         stub = cast("decode_node_pb2_grpc.DecodeNodeAsyncStub", decode_node_pb2_grpc.DecodeNodeStub(channel))
         call = stub.Serve()
-        await call.write(decode_node_pb2.DecodeCommand())
+        await call.write(decode_node_pb2.DecodeCommands())
         assert isinstance(await call.read(), decode_node_pb2.DecodeUpdate)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

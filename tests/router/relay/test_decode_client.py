@@ -54,7 +54,7 @@ class WatchedDecode(ScriptedDecode):
         self.streams: asyncio.Queue[str] = asyncio.Queue()
 
     async def Serve(
-        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: object
+        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommands], context: object
     ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
         self.streams.put_nowait("begun")
         try:
@@ -103,12 +103,12 @@ class GarblingDecode(ScriptedDecode):
     def attach(self, server: grpc.aio.Server) -> None:
         super().attach(server)
         method = grpc.stream_stream_rpc_method_handler(
-            self._serve, decode_node_pb2.DecodeCommand.FromString, response_serializer=bytes
+            self._serve, decode_node_pb2.DecodeCommands.FromString, response_serializer=bytes
         )
         server.add_registered_method_handlers("kvrelay.v1.DecodeNode", {"Serve": method})
 
     async def _serve(
-        self, commands: AsyncIterator[decode_node_pb2.DecodeCommand], context: object
+        self, commands: AsyncIterator[decode_node_pb2.DecodeCommands], context: object
     ) -> AsyncIterator[bytes]:
         yield b"\xff"
         await asyncio.Event().wait()
@@ -129,7 +129,7 @@ class BurstingDecode(ScriptedDecode):
     NUM_EVENTS = 2000
 
     async def Serve(
-        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommand], context: object
+        self, request_iterator: AsyncIterator[decode_node_pb2.DecodeCommands], context: object
     ) -> AsyncIterator[decode_node_pb2.DecodeUpdate]:
         event = decode_node_pb2.DecodeEvent(request_id="one", tokens=TokenOutput(index=0, token_ids=[5]))
         yield decode_node_pb2.DecodeUpdate(events=[event] * self.NUM_EVENTS)

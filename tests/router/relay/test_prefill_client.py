@@ -185,12 +185,12 @@ class GarblingPrefill(ScriptedPrefill):
     def attach(self, server: grpc.aio.Server) -> None:
         super().attach(server)
         method = grpc.stream_stream_rpc_method_handler(
-            self._serve, prefill_node_pb2.PrefillCommand.FromString, response_serializer=bytes
+            self._serve, prefill_node_pb2.PrefillCommands.FromString, response_serializer=bytes
         )
         server.add_registered_method_handlers("kvrelay.v1.PrefillNode", {"Serve": method})
 
     async def _serve(
-        self, commands: AsyncIterator[prefill_node_pb2.PrefillCommand], context: object
+        self, commands: AsyncIterator[prefill_node_pb2.PrefillCommands], context: object
     ) -> AsyncIterator[bytes]:
         async for update in self.Serve(commands, context):
             yield b"\xff" if update.events[0].HasField("progress") else update.SerializeToString()
