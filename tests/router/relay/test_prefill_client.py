@@ -1,6 +1,7 @@
 """The router's stream to a prefill node, without the rest of the router."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -21,7 +22,7 @@ from router.relay.prefill_client import (
     PrefillSession,
 )
 from router.request import NodeRequest
-from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon, token
+from tests.router.scripted_nodes import NAMESPACE, PATIENCE, ScriptedPrefill, soon, token, until
 from tests.simulation.network import Fate, Message, Network
 from tests.simulation.rpc import Channel, Server
 from tests.simulation.virtual_loop import Process, VirtualLoop, run_virtual
@@ -38,7 +39,7 @@ async def prefilling(
     node = make()
     await node.start()
     async with grpc.aio.insecure_channel(node.address) as channel:
-        client = PrefillClient(channel, node.address, lease_ttl=10.0, timeout=PATIENCE)
+        client = PrefillClient(channel, node.address, lease_ttl=3 * PATIENCE, timeout=PATIENCE)
         events: Events = asyncio.Queue()
         session = client.prefill("one", REQUEST, (), epoch=node.epoch, timeout=PATIENCE, sink=events.put_nowait)
         yield node, client, session, events
@@ -127,6 +128,23 @@ async def test_all_requests_go_by_one_stream_and_each_has_its_events_in_order() 
         other.close()
         session.close()
         assert [await soon(node.released), await soon(node.released)] == ["two", "one"]
+
+
+async def test_a_session_that_has_ended_is_forgotten(without_collections: None) -> None:
+    """Not when it would have been given up, a minute later."""
+    async with prefilling() as (node, client, _, _):
+        events: Events = asyncio.Queue()
+        session = client.prefill("two", REQUEST, (), epoch=node.epoch, timeout=PATIENCE, sink=events.put_nowait)
+        await soon(node.calls)
+        call = await soon(node.calls)
+        call.accept()
+        call.finish(token(7))
+        call.end()
+        assert [type(await soon(events)) for _ in range(3)] == [PrefillAccepted, PrefillFinished, PrefillEnded]
+        session.close()
+        forgotten = weakref.ref(session)
+        del session
+        await until(lambda: forgotten() is None)
 
 
 async def test_a_request_that_is_given_up_at_once_is_released_behind_it() -> None:
